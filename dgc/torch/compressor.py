@@ -29,7 +29,7 @@ from dgc.torch.adoption import is_adaptive, updating_class
 from dgc.torch.distributed import UNNAMED, require_own_shards
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod, announce_owner
-from dgc.torch.saved_state import take_stepped
+from dgc.torch.saved_state import is_of_moment, take_mark
 from dgc.torch.sparse_updates import obstacle_of_sgd
 from dgc.torch.step import read_scale, require_free
 from dgc.torch.stock import HorovodCompressor
@@ -112,10 +112,10 @@ class DGCCompressor(HorovodCompressor):
                 warn_of_unmatched(option, getattr(self.config, option), [name for name, _ in named], "parameter")
             if adaptive:
                 warn_of_thin_updates(updating_class(optimizer).__name__, self.config)
-        if optimizer is not None and take_stepped(optimizer.param_groups) and not had_state:
+        if optimizer is not None and (mark := take_mark(optimizer.param_groups)) and not had_state:
             if self.engine is not None:
-                self.engine.watch.saved.bound_after_steps()
-            elif self.takes_part:
+                self.engine.watch.saved.bound_after_steps(mark)
+            elif self.takes_part and is_of_moment(optimizer, mark):
                 warnings.warn(_DROPPED, RuntimeWarning, stacklevel=3)
         if stock and self.engine is not None:
             leave_hooks_untraced()

@@ -310,8 +310,11 @@ class _Steps(StepWatch):
 
     def before_update(self, closure: bool) -> None:
         """See that gradients were exchanged; those of a closure are there when it returns."""
-        exchanged = self.begun or self.averaged
-        if not closure and (exchanged or not only_makes_state(self._optimizer, self._engine.parameters)):
+        if closure:
+            return
+        if not (self.begun or self.averaged) and only_makes_state(self._optimizer, self._engine.parameters):
+            self.saved.made_state()
+        else:
             self.closure_returned()
 
     def closure_returned(self) -> None:

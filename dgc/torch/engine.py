@@ -285,7 +285,7 @@ class Engine(EngineBase):
         # Whether a step was applied is known of an optimizer alone.
         self.exchange.awaits_update, self.exchange.joins = owner is not None, self.joins
         self.exchange.holds = watch.holds
-        change = watch.saved.change(self.transport)
+        change = watch.saved.change(self.transport, owner)
         try:
             if owner is not None:
                 self.adoption.read(owner, self._selecting_steps())

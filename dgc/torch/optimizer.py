@@ -23,12 +23,12 @@ from dgc.adapter.compression import (
 )
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, check_optimizer, named_pairs
-from dgc.torch.distributed import horovod_of_all_ranks, job_of
+from dgc.torch.distributed import ddp_over, horovod_of_all_ranks, job_of
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import HOROVOD
-from dgc.torch.step import StepWatch, has_unscaled, only_makes_state
+from dgc.torch.step import CHANGED, StepWatch, has_unscaled, only_makes_state
 from dgc.torch.tensors import is_sharded, local, scattered_values, set_memory
-from dgc.torch.untraced import untraced
+from dgc.torch.untraced import untraced, weakly
 
 
 def DistributedOptimizer(
@@ -119,11 +119,9 @@ def _methods(optimizer: torch.optim.Optimizer, compression: DGCCompressor, spars
     return {name: getattr(steps, name) for name in names}
 
 
-_CHANGED = (
-    "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
-    "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize(); register a "
-    "hook that changes gradients before the optimizer is wrapped; do not wrap the model in DistributedDataParallel, "
-    "which averages gradients itself, or give it dgc.ddp.compression_hook and leave the optimizer plain"
+_IN_DDP = (
+    "the model is trained in DistributedDataParallel, which averages gradients itself: leave the optimizer plain and "
+    "call dgc.ddp.register(model, optimizer, compression), or leave DistributedDataParallel out"
 )
 
 _all_steps: weakref.WeakSet[Steps] = weakref.WeakSet()
@@ -148,6 +146,7 @@ class Steps(StepWatch):
     drives = holds = True
     begun = averaged = in_step = False
     _skipping = _updating = _replaced = False
+    _is_first = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Engine, sparse_as_dense: bool, scaler: object = None
@@ -165,6 +164,8 @@ class Steps(StepWatch):
         self._dense = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
         self._parameters = engine.parameters
         self._exchanged: dict[int, _Exchanged] = {}  # by index
+        self._guarded: dict[int, Any] = {}  # by id of a DistributedDataParallel: its hook
+        self._guard()
         self._passes = 1
         self._left = [1] * len(self._parameters)  # passes until a gradient is handed over
         self.drive(optimizer, self._arrived)
@@ -173,6 +174,7 @@ class Steps(StepWatch):
             if not other._ids.isdisjoint(self._ids):
                 other.give_up()
                 other._replaced = True
+                other._unguard()
         _all_steps.add(self)
 
     # -- Horovod's methods -----------------------------------------------------------------------------------------
@@ -256,7 +258,10 @@ class Steps(StepWatch):
                 wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
                 self._engine.fail(LayoutError(wrong))
             return
-        if not self.begun and (closure or only_makes_state(optimizer, self._parameters)):
+        if not self.begun and not closure and only_makes_state(optimizer, self._parameters):
+            self.saved.made_state()
+            return
+        if not self.begun and closure:
             return
         if exchanging is not None and self.by_scaler:
             # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
@@ -297,13 +302,35 @@ class Steps(StepWatch):
         self._left = [self._passes] * len(self._left)
         self.begun = self.averaged = self._updating = False
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    def end(self) -> None:
+        """Watch no longer."""
+        super().end()
+        self._unguard()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _guard(self) -> None:
+        """Refuse the forward pass of a DistributedDataParallel over these parameters; it may be there and unused."""
+        for ddp in ddp_over(self._parameters):
+            if id(ddp) not in self._guarded:
+                self._guarded[id(ddp)] = ddp.register_forward_pre_hook(weakly(self._refuse_ddp))
+
+    def _unguard(self) -> None:
+        while self._guarded:
+            self._guarded.popitem()[1].remove()
+
+    def _refuse_ddp(self, ddp: Any, inputs: object) -> None:
+        if torch.is_grad_enabled() and ddp.require_backward_grad_sync and self.owner is not None:
+            self._engine.fail(ConfigError(_IN_DDP))
 
     @untraced
     def _arrived(self, index: int, p: torch.Tensor) -> None:
         """A backward pass has added to a gradient."""
         if self._replaced or self._owner() is None:
             return
+        if self._is_first:
+            self._is_first = False
+            self._guard()
         if self._left[index] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -344,7 +371,9 @@ class Steps(StepWatch):
                 self._fail_changed(index)
 
     def _fail_changed(self, index: int) -> NoReturn:
-        self._engine.fail(LayoutError(_CHANGED.format(self._engine.names[index])), index)
+        if ddp_over(self._parameters):  # built after the optimizer was wrapped, or after the first step
+            self._engine.fail(ConfigError(_IN_DDP), index)
+        self._engine.fail(LayoutError(CHANGED.format(self._engine.names[index])), index)
 
 
 def _refuse_copy(protocol: SupportsIndex) -> NoReturn:

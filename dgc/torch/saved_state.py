@@ -7,6 +7,7 @@ dropped, on every rank.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,21 +18,24 @@ import torch
 from dgc.core.transport import Transport
 from dgc.torch.adoption import Adoption, is_empty
 from dgc.torch.horovod import broadcasting, is_running
-from dgc.torch.tensors import is_sharded
+from dgc.torch.tensors import is_sharded, samples
 from dgc.torch.untraced import weakly
 
 _STEPPED = "stepped_with_compressor"
 """A key of saved states: a state without momentum may be a new one, or one after steps with a compressor.
 
+Its value is :func:`moment_of` the state: an optimizer that has gone on without a compressor since may keep the key.
+
 In ``param_groups`` it survives ``load_state_dict`` of an optimizer that is not bound yet, where binding finds it. The
 groups of a bound optimizer never hold it. In jobs over Horovod, and of sharded parameters, it stands beside them: what
 rank 0 alone has loaded, ``hvd.broadcast_optimizer_state`` broadcasts key by key, and torch's distributed checkpoints
-ask a checkpoint for every key that the groups have.
+ask a checkpoint for every key that the groups have. Nothing of an optimizer's state that torch keeps remains for these:
+a state that they load before binding looks like a new one.
 """
 
 _ADVICE = (
     "dgc.torch.save_checkpoint() and load_checkpoint() keep both, and so does what docs/checkpoints.md shows for "
-    "Accelerate, Hugging Face's Trainer, Lightning and Fabric"
+    "Accelerate, Hugging Face's Trainer, Lightning and Fabric, and RankState in torch's distributed checkpoints"
 )
 
 
@@ -43,6 +47,7 @@ class Change(NamedTuple):
         broadcast: it was broadcast.
         stepped: the state that was loaded, perhaps before binding, is one after steps with a compressor, which had its
             momentum and residuals.
+        distributed: torch's distributed checkpoints have asked for the state.
         kept: a state was loaded into the compressor; what is loaded into the optimizer with it belongs to it.
     """
 
@@ -50,6 +55,7 @@ class Change(NamedTuple):
     broadcast: bool = False
     stepped: bool = False
     kept: bool = False
+    distributed: bool = False
 
 
 class SavedState:
@@ -65,6 +71,7 @@ class SavedState:
         self._when_loaded = loaded
         self._warned = self._has_stepped = False
         self.pending = Change()
+        self._mark = ""  # of what was loaded since the last step
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Register hooks on this optimizer's saving and loading; they do not keep this object alive."""
@@ -80,21 +87,25 @@ class SavedState:
         """
         self.pending, self._has_stepped = Change(kept=True), True
 
-    def bound_after_steps(self) -> None:
-        """The optimizer held a state after steps with a compressor when it was bound, and the compressor none."""
-        self.pending = Change(stepped=True)
+    def bound_after_steps(self, mark: str) -> None:
+        """The optimizer's groups held this mark when it was bound, and the compressor no state."""
+        self._mark = mark
+
+    def made_state(self) -> None:
+        """Torch's distributed checkpoints let the optimizer make its state, which they then save or load."""
+        self.pending = self.pending._replace(distributed=True)
 
     def take_over(self, other: SavedState) -> None:
         """Go on from what another one of the same engine knows."""
-        self.pending, self._has_stepped = other.pending, other._has_stepped
+        self.pending, self._has_stepped, self._mark = other.pending, other._has_stepped, other._mark
 
     def forget(self) -> None:
         """Nothing was loaded or broadcast."""
-        self.pending = Change()
+        self.pending, self._mark = Change(), ""
 
-    def change(self, transport: Transport) -> Change:
-        """What happened since the last step; collective after a broadcast."""
-        change = self.pending
+    def change(self, transport: Transport, owner: torch.optim.Optimizer | None) -> Change:
+        """What happened since the last step, which the owner makes; collective after a broadcast."""
+        change = self.pending._replace(stepped=owner is not None and is_of_moment(owner, self._mark))
         if change.kept:
             change = change._replace(restored=False, stepped=False)
         if change.broadcast:
@@ -103,7 +114,8 @@ class SavedState:
             transport.allgather(np.array([change.restored, change.stepped], np.uint8), told)
             restored, stepped = told.max(axis=0).astype(bool).tolist()
             change = Change(restored, True, stepped)
-        self.pending, self._has_stepped = Change(), True
+        self.forget()
+        self._has_stepped = True
         return change
 
     def warn_of_loss(self, steps: int, change: Change, momentum: bool, warms_up: bool) -> None:
@@ -111,7 +123,8 @@ class SavedState:
         lost = [f"what was not sent yet in the {steps} steps before is dropped"] if steps else []
         if change.stepped and not steps:
             lost.append("what the saved run had not sent yet is dropped")
-        lost += [] if momentum or not (steps or change.stepped) else ["momentum begins at 0"]
+        moved = steps or change.stepped or (change.restored and change.distributed)  # by it, dense momentum is not read
+        lost += ["momentum begins at 0"] if moved and not momentum else []
         lost += ["the warm-up begins again at step 0"] if warms_up and lost and not steps else []
         if self._warned or not lost:
             return
@@ -139,11 +152,13 @@ class SavedState:
             for p, key in zip(group["params"], packed["params"], strict=True):
                 if p in moments:
                     saved["state"][key] = {**saved["state"][key], "exp_avg": moments[p]}
-        if not (self._has_stepped or self.pending.stepped):
+        mark = moment_of(optimizer) if self._has_stepped else self._mark
+        if not mark:
             return
         sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
-        for entry in [saved] if sharded or is_running() else saved["param_groups"]:
-            entry[_STEPPED] = True
+        beside = sharded or self.pending.distributed or is_running()
+        for entry in [saved] if beside else saved["param_groups"]:
+            entry[_STEPPED] = mark
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, saved: object) -> Any:
         """The state dict without empty entries, and without our key."""
@@ -151,7 +166,7 @@ class SavedState:
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch will say what is wrong with it
         groups = [dict(group) for group in saved.get("param_groups", ())]
-        self.pending = self.pending._replace(stepped=take_stepped([*groups, dict(saved)]))
+        self._mark = take_mark([*groups, dict(saved)])
         state = {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}
         return {**saved, "state": state, "param_groups": groups}
 
@@ -160,6 +175,17 @@ class SavedState:
         self._when_loaded()
 
 
-def take_stepped(groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether the groups come from a run with a compressor; they do not say so afterwards."""
-    return any([group.pop(_STEPPED, False) for group in groups])
+def take_mark(groups: Sequence[dict[str, Any]]) -> str:
+    """The mark of a run with a compressor that the groups of a state have, or ""; they have none afterwards."""
+    return max([str(group.pop(_STEPPED, "")) for group in groups], default="")
+
+
+def moment_of(optimizer: torch.optim.Optimizer) -> str:
+    """A hash of values of all parameters, which tells one moment of a training from the others."""
+    values = [samples(p).tobytes() for group in optimizer.param_groups for p in group["params"]]
+    return hashlib.sha256(b"".join(values)).hexdigest()
+
+
+def is_of_moment(optimizer: torch.optim.Optimizer, mark: str) -> bool:
+    """Whether there is a mark, and it is of the parameters as they are now."""
+    return bool(mark) and moment_of(optimizer) == mark

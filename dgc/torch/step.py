@@ -24,6 +24,13 @@ from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.tensors import local
 from dgc.torch.untraced import untraced, weakly
 
+CHANGED = (
+    "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
+    "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize(); register a "
+    "hook that changes gradients before the optimizer is wrapped"
+)
+"""What a gradient's name is put into."""
+
 _Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 """Where torch has it: ``torch.amp`` since 2.3."""
 

@@ -21,7 +21,7 @@ from dgc.core.config import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import Placeholders, find_owner
-from dgc.torch.step import Closure, StepWatch
+from dgc.torch.step import CHANGED, Closure, StepWatch
 from dgc.torch.untraced import untraced
 
 _PATIENCE = 10.0
@@ -38,9 +38,13 @@ class HorovodSteps(StepWatch):
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
     """
 
+    holds = True
+
     def __init__(self, engine: Engine, compressor: HorovodCompressor) -> None:
         super().__init__(engine)
         self._compressor = weakref.ref(compressor)
+        self._begun_without: set[int] | None = None
+        self._handed: dict[int, tuple[torch.Tensor, int]] = {}  # index -> gradient, its version then
         engine.follow(self)
 
     @property
@@ -75,9 +79,30 @@ class HorovodSteps(StepWatch):
     def _all_left(self, o: Any) -> bool:
         return all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
 
-    def is_untouched(self, p: torch.Tensor) -> bool:
-        """Whether no backward pass has come to a parameter in this step: its gradient is zeros of Horovod's."""
-        return bool(self._optimizer._allreduce_delay.get(p) == self._optimizer.backward_passes_per_step)
+    def hand_over(self, index: int, gradient: torch.Tensor) -> bool:
+        """Note a gradient that Horovod hands over.
+
+        Returns:
+            Whether it is zeros of Horovod's, since this rank has none: there was none when the step's first one came,
+            and no backward pass has come to the parameter. Zeros of the script's are a gradient, as in dense training.
+        """
+        parameters, delays = self.watched.parameters, self._optimizer._allreduce_delay
+        untouched = bool(delays.get(parameters[index]) == self._optimizer.backward_passes_per_step)
+        if self._begun_without is None:
+            self._begun_without = {i for i, p in enumerate(parameters) if p.grad is None}
+            if untouched:  # of all those without a gradient, Horovod has given this one zeros already
+                self._begun_without.add(index)
+        self._handed[index] = gradient, gradient._version
+        return untouched and index in self._begun_without and not gradient.any()
+
+    def take_back(self) -> int | None:
+        """The step's first result is asked for; the index of a gradient that was changed or replaced since, or None."""
+        handed, self._handed, self._begun_without = self._handed, {}, None
+        for index, (gradient, version) in handed.items():
+            whole = gradient.untyped_storage().nbytes() <= gradient.nbytes  # parts of a buffer have one version
+            if self.watched.parameters[index].grad is not gradient or (whole and gradient._version != version):
+                return index
+        return None
 
     def before_update(self, closure: bool) -> None:
         """Horovod has made gradients of what no rank has any of; Adam would move those parameters."""
@@ -100,6 +125,7 @@ class HorovodSteps(StepWatch):
 
         if not self.drives:
             return
+        self.take_back()
         optimizer = self._optimizer
         handles = optimizer._handles
         if optimizer._groups is None and any(handle is not None for handle, _ in handles.values()):
@@ -203,6 +229,9 @@ class HorovodCompressor(CompressorBase[Engine]):
         if self._pending_error is not None:
             error, self._pending_error = self._pending_error, None
             raise error
+        changed = None if self._steps is None else self._steps.take_back()
+        if changed is not None:
+            self.engine.fail(LayoutError(CHANGED.format(self.engine.names[changed])), changed)
         check_placeholder(reduced, op=self.config.op, size=self.engine.transport.size)
         self.engine.finish()
         result: torch.Tensor = ctx
@@ -246,7 +275,7 @@ class HorovodCompressor(CompressorBase[Engine]):
                 )
             )
         # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
-        absent = self._steps is not None and self._steps.is_untouched(engine.parameters[index]) and not tensor.any()
+        absent = self._steps is not None and self._steps.hand_over(index, tensor)
         return engine.submit(index, tensor, absent=absent)
 
     def _watch_horovod(self, engine: Engine) -> HorovodSteps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -30,16 +31,19 @@ def adasum():
 
 @case
 def a_gradient_changed_on_one_rank_when_all_buckets_may_be_through():
-    for bucket_bytes in (1, 2**25):
+    for way, bucket_bytes in itertools.product("ab", (1, 2**25)):
         model = make_model()
-        optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9, bucket_bytes=bucket_bytes)
+        optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9, bucket_bytes=bucket_bytes)
         train(optimizer, model, 2)
         optimizer.zero_grad()
         loss_of(model, 2).backward()
         time.sleep(1.0)
         if hvd.rank() == 1:
             model.last.weight.grad.mul_(2.0)
-        on_every_rank(dgc.LayoutError, "last.weight.* was changed or replaced", optimizer.step, f"{bucket_bytes}")
+        on_every_rank(dgc.LayoutError, "last.weight.* was changed or replaced", optimizer.step, f"{way} {bucket_bytes}")
+        compression.reset()
+        optimizer.zero_grad()
+        train(optimizer, model, 2)
         compression.close()
 
 

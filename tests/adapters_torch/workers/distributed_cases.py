@@ -316,13 +316,33 @@ def a_gradient_changed_on_one_rank_when_all_buckets_may_be_through():
 
 
 @case
-def a_model_in_ddp_is_named():
-    for view in (False, True):
-        model = DistributedDataParallel(make_model(), gradient_as_bucket_view=view)
-        optimizer, compression = wrap(model, sparsity=0.9)
-        text = r"do not wrap the model in DistributedDataParallel.*dgc\.ddp\.compression_hook"
-        on_every_rank(dgc.LayoutError, text, lambda optimizer=optimizer, model=model: train(optimizer, model, 1))
+def a_model_in_ddp_is_named_before_anything_is_applied():
+    """In its forward pass; where DDP was built after the optimizer, at the latest in the first step."""
+    text = r"trained in DistributedDataParallel.*dgc\.ddp\.register\(model, optimizer, compression\)"
+    for view, passes, later in itertools.product((False, True), (1, 2), (False, True)):
+        model = module = make_model()
+        before = digest(module)
+        for is_ddp in (not later, later):
+            if is_ddp:
+                model = DistributedDataParallel(module, gradient_as_bucket_view=view)
+            else:
+                optimizer, compression = wrap(model, sparsity=0.9, passes=passes)
+        on_every_rank(dgc.ConfigError, text, lambda: train(optimizer, model, 1, passes=passes))  # noqa: B023
+        assert compression.stats.steps == 0 or later
+        assert digest(module) == before
         compression.close()
+
+
+@case
+def a_model_beside_ddp_is_trained():
+    """What was trained in DDP, and is still there, is trained without it now."""
+    module = make_model()
+    model = DistributedDataParallel(module)
+    train(torch.optim.SGD(model.parameters(), **SGD), model, 2)
+    optimizer, compression = wrap(module, sparsity=0.9)
+    train(optimizer, module, 2, start=2)
+    assert_identical(module)
+    compression.close()
 
 
 @case

@@ -121,6 +121,24 @@ def a_frozen_layer_is_left_alone():
 
 
 @case
+def a_frozen_layer_whose_gradient_is_zeroed_in_place_moves_by_its_momentum_as_in_dense_training():
+    own = dict(momentum=0.9, weight_decay=0.01)
+    for way in "ab":
+        model, expected = make_model(), make_model()
+        plain = sgd(expected, **own)
+        optimizer, _ = wrap(way, model, sgd(model, **own), **EXACT)
+        for step in range(14):
+            for each in (model, expected):
+                each.left.requires_grad_(not 3 <= step < 9)
+                each.zero_grad(set_to_none=False)
+            loss_of(model, step).backward()
+            optimizer.step()
+            dense_backward(expected, step)
+            plain.step()
+        assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
+
+
+@case
 def one_cycle_momentum_is_not_doubled():
     def schedule(optimizer):
         return torch.optim.lr_scheduler.OneCycleLR(

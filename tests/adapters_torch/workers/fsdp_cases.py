@@ -264,6 +264,31 @@ def a_resumed_run_continues_bit_for_bit():
         compression.close()
 
 
+@case
+def a_checkpoint_without_the_compressors_state_is_told():
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    for save in (True, False):
+        model = make_model()
+        optimizer, compression = wrap(model, sparsity=0.9, min_numel=64)
+        if save:
+            train(optimizer, model, 3)
+            optimizer.zero_grad()
+        weights, state = get_state_dict(model, optimizer)
+        content = {"model": weights, "optimizer": state}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (dcp.save if save else dcp.load)(content, checkpoint_id=folder[0])
+            if not save:
+                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+                train(optimizer, model, 3, start=3)
+        told = [str(w.message) for w in caught if "none into the compressor" in str(w.message)]
+        first = not save and MESH["replicate"].get_local_rank() == 0
+        assert len(told) == first, told
+        assert all("momentum begins at 0" in text for text in told)
+        compression.close()
+
+
 def assert_same_state(state, expected):
     assert state["step"] == expected["step"]
     for name, entry in expected["parameters"].items():

@@ -467,6 +467,7 @@ def a_state_loaded_before_the_first_step_is_a_warning_only_where_momentum_is_los
                     if everywhere or hvd.rank() == hvd.size() - 1:
                         optimizer.load_state_dict(saved)
                         optimizer.load_state_dict(copied(optimizer.state_dict()))
+                    model.load_state_dict(trained.state_dict())
                     if not everywhere:
                         hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
                     train(optimizer, model, 2)

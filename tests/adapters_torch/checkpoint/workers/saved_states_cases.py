@@ -157,11 +157,12 @@ def a_state_without_the_compressors_is_told_once():
     """Whether the optimizer loads before it is bound, as in the Trainer and Lightning, or after."""
     for front_end, make, early in itertools.product(FRONT_ENDS, (sgd, adam), (True, False)):
         first = front_end(make).bind().train(3)
-        _, optimizer, _ = loaded(first.saved())
+        weights, optimizer, _ = loaded(first.saved())
         first.compression.close()
         again = front_end(make)
         again.optimizer.load_state_dict(optimizer) if early else again.bind()
         again.bind() if early else again.optimizer.load_state_dict(optimizer)
+        again.model.load_state_dict(weights)
         said = told(again)
         assert len(said) == (dist.get_rank() == 0), said
         assert all("what the saved run had not sent yet is dropped" in text for text in said), said
@@ -177,9 +178,10 @@ def a_state_without_the_compressors_is_told_once():
 def one_process_says_what_it_drops():
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     first = Optimizer().bind().train(3)
-    _, optimizer, _ = loaded(first.saved())
+    weights, optimizer, _ = loaded(first.saved())
     first.compression.close()
     again = Optimizer()
+    again.model.load_state_dict(weights)
     again.optimizer.load_state_dict(optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -199,6 +201,56 @@ def a_dense_or_a_new_state_lacks_nothing():
         again.bind() if early else again.optimizer.load_state_dict(dense.optimizer.state_dict())
         assert not told(again)
         again.compression.close()
+
+
+@case
+def a_dense_run_that_goes_on_from_a_compressed_one_lacks_nothing():
+    """Its optimizer keeps the key of the state that it was given, and saves it again."""
+    for front_end, make in itertools.product(FRONT_ENDS, (sgd, adam)):
+        first, dense = front_end(make).bind().train(3), Hook(make)
+        weights, optimizer, _ = loaded(first.saved())
+        first.compression.close()
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+        dense.model.module.load_state_dict(weights)
+        dense.optimizer.load_state_dict(optimizer)
+        optimizer = dense.train(2).optimizer.state_dict()
+        assert "stepped_with_compressor" in optimizer["param_groups"][0]
+        again = front_end(make)
+        getattr(again.model, "module", again.model).load_state_dict(dense.model.module.state_dict())
+        again.optimizer.load_state_dict(optimizer)
+        assert not told(again.bind())
+        again.compression.close()
+
+
+def without_the_compressors(job, folder, save):
+    """Torch's distributed checkpoint of a script that has left ``RankState`` out."""
+    job.optimizer.zero_grad()
+    weights, options = get_state_dict(job.model, job.optimizer)
+    content = {"model": weights, "optimizer": options}
+    if save:
+        return dcp.save(content, checkpoint_id=folder)
+    dcp.load(content, checkpoint_id=folder)
+    set_state_dict(job.model, job.optimizer, model_state_dict=weights, optim_state_dict=options)
+    return None
+
+
+@case
+def a_distributed_checkpoint_without_the_compressors_state_is_told_once():
+    """Of a run with a compressor; and a dense one, to which a run with a compressor goes back."""
+    for front_end, dense, steps in itertools.product(FRONT_ENDS, (False, True), (0, 4)):
+        folder = gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
+        first = Hook() if dense else front_end().bind()
+        without_the_compressors(first.train(3), folder, save=True)
+        first.compression.close()
+        again = (Hook if dense else front_end)().bind().train(steps)
+        without_the_compressors(again, folder, save=False)
+        said = told(again)
+        assert len(said) == (dist.get_rank() == 0), (said, front_end, dense, steps)
+        assert all("momentum begins at 0" in text and "RankState" in text for text in said), said
+        assert_identical(again.model)
+        again.compression.close()
+        dist.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @case
