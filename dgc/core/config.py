@@ -18,6 +18,10 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 ADAPTIVE_FLOOR = 1 / 64
 """The least density that an adaptive optimizer was seen to learn well with."""
 
+ADAPTIVE_BETA2 = 0.99
+"""Entries that arrive rarely need a memory of their squares that outlasts a pause. At the beginning, while what arrives
+still grows, a long memory would make too large updates: so it holds from a fifth of the steps on."""
+
 DENSITY_DIGITS = 12
 """Of a density in a log: 1 - 0.999 has the float64 0.0010000000000000009."""
 
@@ -120,6 +124,10 @@ class DGCConfig:
         masking = self.momentum_masking is not False
         return dataclasses.replace(self, sparsity=(1.0 - adaptive_density(self.steps),), momentum_masking=masking)
 
+    def least_beta2(self, step: int) -> float:
+        """What the decay of an adaptive optimizer's second moment is raised to in a step; 0 leaves it alone."""
+        return ADAPTIVE_BETA2 if self.steps is not None and step >= self.steps / 5 else 0.0
+
     @property
     def masks(self) -> bool:
         """Whether momentum is masked."""
@@ -219,8 +227,11 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
 
 
 def adaptive_density(steps: int) -> float:
-    """The density for an adaptive optimizer that makes so many steps."""
-    return min(1.0, max(ADAPTIVE_FLOOR, 60 / steps))
+    """The density for an adaptive optimizer that makes so many steps: 5 % of 1,200 steps, 2 % of 4,800.
+
+    Measured: see the page on AdamW.
+    """
+    return min(1.0, max(ADAPTIVE_FLOOR, 0.05 * math.pow(1200 / steps, 2 / 3)))
 
 
 def entries_to_send(numel: int, density: float) -> int:

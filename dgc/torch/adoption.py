@@ -183,7 +183,7 @@ class Adoption:
                     group[option] = False if option == "nesterov" else 0
                 elif self._has_moment(ours) and group[option][0]:
                     own[option] = group[option]
-                    group[option] = _without_first(group[option])
+                    group[option] = self._without_first(group[option])
 
     @property
     def hides(self) -> bool:
@@ -302,6 +302,14 @@ class Adoption:
         """Whether the compressor has the first moment of a group now: of all its parameters, or of none."""
         return self._steps is not None and any(i in self._sparsified for _, i in ours)
 
+    def _without_first(self, betas: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Adam's betas as it sees them: 0 in the place of beta1, and after a while with ``steps=`` a longer memory."""
+        first, second = betas
+        least = self._config.least_beta2(self._steps or 0)
+        if isinstance(first, torch.Tensor):
+            return torch.zeros_like(first), second.clamp(min=least)
+        return 0.0, max(second, least)
+
     def _read_moments(self, optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], Members]]) -> None:
         hyper = self.hyper
         shards = is_sharded(optimizer)
@@ -362,12 +370,6 @@ def _corrected_moments(optimizer: torch.optim.Optimizer, ours: Members, beta1: f
         if "exp_avg" in state and (steps := _steps_of(state)):
             found[i] = local(state["exp_avg"]) / (1.0 - beta1**steps)
     return found
-
-
-def _without_first(betas: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Adam's betas with 0 in the place of beta1, a tensor where that is one."""
-    first = torch.zeros_like(betas[0]) if isinstance(betas[0], torch.Tensor) else 0.0
-    return (first, *betas[1:])
 
 
 def has_moments(optimizer: torch.optim.Optimizer | None) -> bool:

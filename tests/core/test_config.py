@@ -222,13 +222,17 @@ def test_a_second_choice_of_the_sparsity_is_refused(other):
         make_config({"steps": 100, **other})
 
 
-@pytest.mark.parametrize(("steps", "density"), [(10, 1.0), (1200, 0.05), (10**6, ADAPTIVE_FLOOR)])
+@pytest.mark.parametrize(
+    ("steps", "density"), [(10, 1.0), (1200, 0.05), (4800, 0.05 / 4 ** (2 / 3)), (10**6, ADAPTIVE_FLOOR)]
+)
 def test_an_adaptive_optimizer_gets_a_density_of_its_own(steps, density):
     config = make_config({"steps": steps})
     assert config.suited(False) == config
     assert not config.masks
     assert config.suited(True).sparsity == (pytest.approx(1 - density),)
     assert config.suited(True).masks
+    assert [config.least_beta2(int(share * steps)) for share in (0, 0.19, 0.2, 1)] == [0.0, 0.0, 0.99, 0.99]
+    assert make_config({}).least_beta2(10**6) == 0
     assert not make_config({"steps": steps, "momentum_masking": False}).suited(True).masks
     assert make_config({"steps": steps, "momentum_masking": True}).masks
     assert make_config({"sparsity": 0.9}).suited(True).sparsity == (0.9,)
