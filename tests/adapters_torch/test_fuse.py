@@ -253,16 +253,6 @@ def test_schedules_scalers_and_trainers_call_it_as_step(recwarn):
     assert not recwarn.list
 
 
-def test_schedules_act_without_a_warning(recwarn):
-    twins = Twins(torch.optim.Adam, {"lr": 0.1})
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in twins.both]
-    for _ in range(4):
-        twins.run()
-        for schedule in schedules:
-            schedule.step()
-    assert not recwarn.list
-
-
 def test_step_hooks_run_once_with_the_real_groups_and_may_change_gradients():
     twins, seen = Twins(torch.optim.SGD, {"lr": 0.1}), []
     for params, optimizer in twins.both:

@@ -247,23 +247,6 @@ if launch_rank() == 1 and "fail" in sys.argv:
     assert result.values == [["__main__", ["fail"], True]] * 2
 
 
-def test_the_job_that_was_not_used_for_the_longest_time_ends(worker, monkeypatch):
-    monkeypatch.setattr(rank_jobs, "LIVING", 2)
-    ranks = Ranks()
-    try:
-        pids = {size: [pid for pid, _ in values(ranks, worker, "passes", size)] for size in (1, 2)}
-        values(ranks, worker, "passes", 1)
-        pids[3] = [pid for pid, _ in values(ranks, worker, "passes", 3)]
-        assert {size: [runs(pid) for pid in own] for size, own in pids.items()} == {
-            1: [True],
-            2: [False] * 2,
-            3: [True] * 3,
-        }
-    finally:
-        ranks.close()
-    assert not any(runs(pid) for own in pids.values() for pid in own)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a launcher that its parent is gone")
 def test_a_test_process_that_is_killed_leaves_no_ranks(worker):
     source = f"""

@@ -145,7 +145,6 @@ class Work:
         self._progress = np.zeros(2, np.int64)
         self.shared = False  # whether it was offered to another thread
         self._errors: list[Exception] = []
-        self._given_up = False
         self._started: list[int] = []
         self._finished: list[int] = []
 
@@ -163,13 +162,10 @@ class Work:
 
         Raises:
             Exception: what the kernel raised, on whichever thread.
-            RuntimeError: an earlier call raised, so that the work stays undone.
         """
         progress, pieces = self._progress, self._pieces
         if progress[1] >= pieces:
             return
-        if self._given_up:
-            raise RuntimeError("a kernel was interrupted or failed, and what it had to do is not done")
         try:
             self._kernel(0, progress, pieces, *self._arguments)
             while self.shared and not _all_done(progress, pieces, LOOKS):
@@ -183,7 +179,6 @@ class Work:
 
     def give_up(self) -> None:
         """Leave the rest of the work undone; when this returns, no thread works on it."""
-        self._given_up = True
         self._progress[0] = self._pieces  # no thread takes another piece
         _wait_for(self._started, self._finished)
 

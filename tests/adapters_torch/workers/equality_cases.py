@@ -10,7 +10,6 @@ import torch
 from models import (
     OPTIMIZERS,
     assert_replicas_identical,
-    batch,
     dense_backward,
     dense_reference,
     each_way,
@@ -81,16 +80,6 @@ def replicas_identical_after_50_steps_with_unused_parameters():
         assert_replicas_identical(model, f"{way}{begin}")
         assert len(compression.engine.exchange.layout.buckets) > 1
         assert 0.005 < compression.stats.last.density < 0.011
-
-
-@case
-def unused_parameters_count_as_zero_gradients():
-    model = make_model()
-    branch = lambda rank, step: "left" if rank == 0 else "right"  # noqa: E731
-    expected = dense_reference(model, 8, branch=branch, momentum=0.9)
-    optimizer, _ = wrap("b", model, sgd(model), **EXACT)
-    train(optimizer, model, 8, branch=lambda step: branch(hvd.rank(), step))
-    assert worst_difference(model, expected) <= 1e-5
 
 
 @case
@@ -226,40 +215,6 @@ def stock_groups_work_in_way_a():
         optimizer, _ = wrap("a", model, sgd(model), **EXACT, hvd_options={"groups": groups})
         train(optimizer, model, 6)
         assert worst_difference(model, expected) <= 1e-5
-
-
-@case
-def two_optimizers_over_one_model():
-    """As in a GAN: each half has an optimizer and a compressor of its own, and they keep their residuals apart."""
-    for way in "ab":
-        torch.manual_seed(0)
-        model = torch.nn.ModuleDict({"generator": torch.nn.Linear(20, 64), "critic": torch.nn.Linear(64, 64)})
-        pairs = {}
-        for name in ("generator", "critic"):
-            inner = sgd(model[name], lr=0.05)
-            named = [(f"{name}.{n}", p) for n, p in model[name].named_parameters()]
-            options = dict(sparsity=0.9)
-            if way == "a":
-                compression = dgc.Compression.dgc(model.named_parameters(), optimizer=inner, **options)
-            else:
-                compression = dgc.Compression.dgc(**options)
-            library = hvd if way == "a" else dgc
-            pairs[name] = library.DistributedOptimizer(inner, named, compression=compression), compression
-        for step in range(6):
-            x, _ = batch(step)
-            pairs["critic"][0].zero_grad()
-            model["critic"](model["generator"](x).detach()).square().mean().backward()
-            pairs["critic"][0].step()
-            pairs["generator"][0].zero_grad()
-            model["generator"](x).square().mean().backward()
-            pairs["generator"][0].step()
-        assert_replicas_identical(model, f"gan {way}")
-        norms = [c.residual_norm for _, c in pairs.values()]
-        assert norms[0] > 0
-        assert norms[1] > 0
-        assert norms[0] != norms[1]
-        for _, compression in pairs.values():
-            compression.close()
 
 
 @case

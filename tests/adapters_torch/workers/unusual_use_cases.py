@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import pickle
-import threading
-import time
 import warnings
 from functools import partial
 
@@ -28,7 +25,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import OPENED, case, run_cases
+from worker_tools import case, run_cases
 
 import dgc.torch as dgc
 
@@ -398,18 +395,6 @@ def tied_parameters_named_twice():
 
 
 @case
-def a_process_set_of_one_rank():
-    alone = hvd.add_process_set([0])
-    for way in "ab":
-        model = make_model()
-        options = {"process_set": alone} if way == "a" else {}
-        optimizer, _ = wrap(way, model, sgd(model), hvd_options={"process_set": alone}, sparsity=0.9, **options)
-        assert optimizer.param_groups[0]["momentum"] == 0.9
-        train(optimizer, model, 2)
-    hvd.remove_process_set(alone)
-
-
-@case
 def a_step_that_one_rank_gives_up():
     """Rank 0 resets in the middle of a step: rank 1 hears of it, and after a reset everywhere training goes on."""
     model = make_model()
@@ -428,22 +413,6 @@ def a_step_that_one_rank_gives_up():
     train(optimizer, model, 2)
     assert not torch.equal(flat(model), before)
     assert_replicas_identical(model, "given up")
-
-
-@case
-def a_dropped_compressor_leaves_no_thread():
-    before = threading.active_count()
-    for _ in range(4):
-        model = make_model()
-        optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
-        train(optimizer, model, 1)
-        OPENED.clear()
-        del optimizer, compression, model
-        gc.collect()
-    deadline = time.monotonic() + 300
-    while threading.active_count() > before + 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before + 1, [t.name for t in threading.enumerate()]
 
 
 if __name__ == "__main__":

@@ -67,24 +67,6 @@ def test_python_threads_call_kernels_at_once():
     assert "2 threads" in done.stdout
 
 
-def test_after_a_fork_the_child_has_a_team_of_its_own():
-    done = run_script(
-        """
-        import os
-        import numpy as np
-        from dgc.core.kernels.cpu import NumbaKernels
-        kernels, v = NumbaKernels(2), np.ones(3_000_000, np.float32)
-        assert kernels.sums_of_squares([v])[0] == v.size
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if kernels.sums_of_squares([v])[0] == v.size else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert kernels.sums_of_squares([v])[0] == v.size
-        """
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_fork_while_another_thread_is_inside_a_kernel():
     done = run_script(
         """
@@ -138,39 +120,6 @@ def test_a_dropped_backend_leaves_no_thread():
     assert done.returncode == 0, done.stderr
 
 
-def test_kernels_and_torch_share_a_process():
-    pytest.importorskip("torch")
-    done = run_script(
-        """
-        import threading
-        import numpy as np, torch
-        from dgc.core.kernels.base import SegmentWork
-        from dgc.core.kernels.cpu import NumbaKernels
-        torch.set_num_threads(2)
-        kernels = NumbaKernels(2)
-        stop = threading.Event()
-        def compute():
-            x = torch.randn(300, 300)
-            while not stop.is_set(): x = torch.tanh(x @ x)
-        other = threading.Thread(target=compute)
-        other.start()
-        # Where candidates do not suffice fewer are chosen, which depends on the numbers.
-        n, generator = 500_000, torch.Generator().manual_seed(0)
-        u, v, thresholds = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_thresholds(1)
-        try:
-            for step in range(30):
-                g = torch.randn(n, generator=generator)
-                chosen = kernels.accumulate_and_select([SegmentWork(g.numpy(), None, 0, n, 500, 0.9)], u, v, thresholds)
-                kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
-                assert len(chosen.positions) == 500, step
-        finally:
-            stop.set()
-        other.join()
-        """
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_results_do_not_depend_on_the_number_of_threads():
     lengths = [200_000, 17, 5000, 300_001, 64]
     offsets, size = offsets_of(lengths)
@@ -191,18 +140,6 @@ def test_results_do_not_depend_on_the_number_of_threads():
         outcomes.append([*seen, u, v])
     for one, two in zip(*outcomes, strict=True):
         np.testing.assert_array_equal(one, two)
-
-
-def test_numbas_own_setting_is_left_alone():
-    import numba
-
-    kernels = NumbaKernels(2)
-    before = numba.get_num_threads()
-    v = np.zeros(300_000, np.float32)
-    for threads in (1, before):
-        numba.set_num_threads(threads)
-        kernels.sums_of_squares([v])
-        assert numba.get_num_threads() == threads
 
 
 def test_threads_are_the_share_of_the_host(bare_environment):
@@ -310,42 +247,6 @@ def test_with_no_more_threads_the_caller_works_alone(monkeypatch):
     monkeypatch.setattr(threads_module.Thread, "start", refuse)
     v = np.ones(3_000_000, np.float32)
     assert NumbaKernels(2).sums_of_squares([v])[0] == v.size
-
-
-def test_what_fails_on_another_thread_fails_whoever_finishes():
-    def kernel(worker, progress, pieces):
-        if worker:
-            progress[0] = pieces
-            raise MemoryError("no room")
-        # Nothing is left for this thread: the other one has taken it all, or will.
-        while progress[0] < pieces:
-            pass
-
-    work = Team().start(1, kernel, 3)
-    with pytest.raises(MemoryError, match="no room"):
-        work.finish()
-
-
-def test_work_that_failed_is_not_waited_for_again():
-    def kernel(worker, progress, pieces):
-        raise MemoryError("no room")
-
-    work = Team().start(0, kernel, 3)
-    with pytest.raises(MemoryError, match="no room"):
-        work.finish()
-    with pytest.raises(RuntimeError, match="not done"):
-        work.finish()
-
-
-def test_work_that_was_done_when_an_interrupt_came_counts_as_done():
-    def kernel(worker, progress, pieces):
-        progress[:] = pieces
-        raise KeyboardInterrupt
-
-    work = Team().start(0, kernel, 3)
-    with pytest.raises(KeyboardInterrupt):
-        work.finish()
-    work.finish()
 
 
 def test_an_interrupt_before_the_calling_thread_begins_leaves_nobody_at_work(monkeypatch):
