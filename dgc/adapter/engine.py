@@ -163,8 +163,6 @@ class EngineBase(abc.ABC):
 
     def _tell_observers(self) -> None:
         """At the end of a step; with several exchanges, of one that all of them have finished."""
-        if not self.observers:
-            return
         done = min((exchange.stats.steps for exchange in self._exchanges), default=0)
         if done == self._told:
             return

@@ -393,7 +393,8 @@ class Engine(EngineBase):
         group = self._group_of.get(indices[0]) or self.group(indices)
         self.follow_moment(group)
         made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
-        self._tell_observers()
+        if self.observers:
+            self._tell_observers()
         return made
 
     def fail(self, error: DGCError) -> NoReturn:

@@ -156,7 +156,7 @@ class Engine(EngineBase):
         """
         if self.error is not None:
             raise self.error
-        if not self.exchange.in_step:
+        if not self.exchange.latest.under_way:
             self._opened = False
             return
         try:
@@ -329,7 +329,8 @@ class Engine(EngineBase):
             require_same_parameters(self.transport, self.names, self.parameters)
         self._memory.end()
         self.results.written()
-        self._tell_observers()
+        if self.observers:
+            self._tell_observers()
 
     def refuse_sparse(self, index: int) -> NoReturn:
         """Refuse a sparse gradient, on every rank."""

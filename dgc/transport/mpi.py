@@ -243,7 +243,7 @@ class MPITransport(Divisible):
 
     def _gather(self, message: np.ndarray, out: np.ndarray) -> None:
         byte = self._mpi.BYTE
-        self._wait(lambda: self._comm.Iallgather([message, byte], [out, byte]), out.nbytes)
+        self._wait(partial(self._comm.Iallgather, [message, byte], [out, byte]), out.nbytes)
 
     def _wait_for_everybody(self, size: int) -> None:
         """Sleep until all ranks have come to the same collective; ``size`` is what they compare."""

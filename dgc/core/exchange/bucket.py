@@ -73,7 +73,7 @@ class BucketExchange:
         """Copy what the state holds of parameters without a gradient here, before the step changes it."""
         at = self.at
         absent = at.step.submissions.absent
-        for segment in self.bucket.segments if absent else ():
+        for segment in self.bucket.segments:
             if segment.parameter in absent:
                 at.kept[segment] = [held.copy() for held in self._held(at.state, segment)]
 

@@ -474,7 +474,8 @@ class Pipeline:
         bucket = self._buckets[index]
         since = time.perf_counter()
         self._clip(context, index)
-        bucket.keep_absent()
+        if context.submissions.absent:
+            bucket.keep_absent()
         if self._kernels.overlaps and bucket.encoder.begins_early:
             bucket.encoder.begin(bucket.at)
         context.stats.lap("compress", since)
