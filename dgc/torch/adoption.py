@@ -72,6 +72,7 @@ class Adoption:
         config: DGCConfig,
         absorb: Absorb,
         momentum_of: Callable[[int], np.ndarray],
+        selects_from: int | None,
         sparsified: Collection[int],
     ) -> None:
         """Read what the optimizer's groups hold now; they are not changed.
@@ -83,6 +84,7 @@ class Adoption:
             config: ``momentum``, ``nesterov`` and ``weight_decay`` that are not None are used instead of adopting.
             absorb: called with (parameter index, momentum buffer) for each buffer found.
             momentum_of: returns the first moment by parameter index, (numel,), as ``absorb`` took it.
+            selects_from: the first step in which entries are selected; None if there is none.
             sparsified: indices of parameters of which entries are selected. A group without any keeps its beta1.
 
         Raises:
@@ -106,6 +108,8 @@ class Adoption:
         self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: what was in it, what of it is ours
         self._seen: list[float] = []  # of the groups' options, when they were read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
+        self._selects_from = selects_from
+        self._step = 0
         self._steps: int | None = None  # since the first selection; None before it
         if optimizer is not None:
             self.read(optimizer)
@@ -127,17 +131,18 @@ class Adoption:
                 warn_of_first_moment(updating_class(optimizer).__name__, betas[0], self._config.momentum)
                 return
 
-    def read(self, optimizer: torch.optim.Optimizer, steps: int | None = None) -> None:
+    def read(self, optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
         """Follow what the optimizer's groups hold.
 
         Args:
             optimizer: the optimizer that steps the parameters (of Horovod's, at first the one it is built from).
-            steps: made since the first one in which entries were selected; None before it.
+            step: that begins, from 0; None at construction, when no first moment is taken yet.
 
         Raises:
             ConfigError: as in the constructor.
         """
-        self._steps = steps
+        first, self._step = self._selects_from, step or 0
+        self._steps = None if step is None or first is None or step < first else step - first
         groups, sgd = self._groups(optimizer), is_sgd(optimizer)
         if self._averages and has_moments(optimizer):
             self._read_moments(optimizer, groups)
@@ -305,7 +310,7 @@ class Adoption:
     def _without_first(self, betas: tuple[Any, ...]) -> tuple[Any, ...]:
         """Adam's betas as it sees them: 0 in the place of beta1, and after a while with ``steps=`` a longer memory."""
         first, second = betas
-        least = self._config.least_beta2(self._steps or 0)
+        least = self._config.least_beta2(self._step)
         if isinstance(first, torch.Tensor):
             return torch.zeros_like(first), second.clamp(min=least)
         return 0.0, max(second, least)

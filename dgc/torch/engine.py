@@ -90,6 +90,7 @@ class Engine(EngineBase):
                 config,
                 absorb=lambda i, buffer: self.exchange.state.absorb_momentum(i, as_array(local(buffer)), share),
                 momentum_of=lambda i: self.exchange.state.whole_momentum(i, share),
+                selects_from=self.exchange.selects_from,
                 sparsified={i for i in range(len(self.names)) if self.exchange.layout.is_sparsified(i)},
             )
             return self.exchange.layout
@@ -245,8 +246,7 @@ class Engine(EngineBase):
                 watch, adoption = engine.watch, engine.adoption
                 assert watch.owner is not None, "it has begun the step"
                 at_once = watch.drives and watch.in_step
-                steps = engine._selecting_steps()
-                engine.follows = share_options(engine.between, context, adoption, watch.owner, at_once, steps)
+                engine.follows = share_options(engine.between, context, adoption, watch.owner, at_once)
 
         self.exchange.on_joined = meet_joined
         self._exchanges[:] = [self.exchange]
@@ -288,7 +288,7 @@ class Engine(EngineBase):
         change = watch.saved.change(self.transport, owner)
         try:
             if owner is not None:
-                self.adoption.read(owner, self._selecting_steps())
+                self.adoption.read(owner, self.exchange.state.step)
                 self._take_over_state(owner, change)
                 if left and (undecided or stepping):
                     velocity = self.adoption.has_velocity
@@ -312,11 +312,6 @@ class Engine(EngineBase):
             warms_up = bool(self._config.rampup_begin_step) or len(self._config.sparsity) > 1
             self.watch.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
         self._replicas_compared &= not (change.restored or change.broadcast)
-
-    def _selecting_steps(self) -> int | None:
-        """Steps made since the first one in which entries were selected; None before it."""
-        first, steps = self.exchange.selects_from, self.exchange.state.step
-        return None if first is None or steps < first else steps - first
 
     def _conclude(self) -> None:
         """What is left to do when the exchange has finished a step; collective after the first one."""
@@ -375,7 +370,6 @@ def share_options(
     adoption: Adoption,
     optimizer: torch.optim.Optimizer,
     updates: bool,
-    steps: int | None,
 ) -> bool:
     """Give ranks that have joined the options of one that trains. Collective."""
     hidden = adoption.hides  # Horovod's optimizer exchanges within step()
@@ -386,7 +380,7 @@ def share_options(
     came = rows[min(set(range(transport.size)) - set(context.joined))].view(np.float64)
     if transport.rank in context.joined:
         set_option_values(optimizer, came[1:])
-        adoption.read(optimizer, steps)
+        adoption.read(optimizer, context.step)
         context.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
     if hidden:
         adoption.hide(optimizer)

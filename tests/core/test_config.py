@@ -229,9 +229,17 @@ def test_an_adaptive_optimizer_gets_a_density_of_its_own(steps, density):
     config = make_config({"steps": steps})
     assert config.suited(False) == config
     assert not config.masks
-    assert config.suited(True).sparsity == (pytest.approx(1 - density),)
+    suited = config.suited(True)
+    assert suited.sparsity == (pytest.approx(max(0, 1 - 3 * density)), pytest.approx(1 - density))
+    schedule = Schedule(suited.sparsity, length=suited.rampup_step)
+    if steps > 100:
+        assert [schedule.density(int(share * steps)) == schedule.density(steps) for share in (0, 0.19, 0.21)] == [
+            False,
+            False,
+            True,
+        ]
     assert config.suited(True).masks
-    assert [config.least_beta2(int(share * steps)) for share in (0, 0.19, 0.2, 1)] == [0.0, 0.0, 0.99, 0.99]
+    assert [config.least_beta2(int(share * steps)) for share in (0, 0.29, 0.3, 1)] == [0.0, 0.0, 0.99, 0.99]
     assert make_config({}).least_beta2(10**6) == 0
     assert not make_config({"steps": steps, "momentum_masking": False}).suited(True).masks
     assert make_config({"steps": steps, "momentum_masking": True}).masks
