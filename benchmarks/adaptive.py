@@ -1,0 +1,469 @@
+"""Adam and AdamW behind DGC: loss against bytes of the whole run, on three tasks, over Gloo.
+
+    torchrun --nproc-per-node 2 benchmarks/adaptive.py gpt 1200 dense density=0.05,beta2=0.99,from=0.2 --seeds 0 1
+
+Each word after the number of steps is one training: ``dense``; ``powersgd=4`` (DDP's hook, of that rank); or DGC's
+settings, joined by commas. Equal steps, rates and data for all. With ``--json FILE`` the rows are added to a file, and
+trainings that it holds already are not repeated.
+
+Settings of DGC: ``density`` of the entries sent; ``ramp``, a share of the steps at whose equal parts the ``first``
+densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from`` a share of the steps on; ``masking``;
+``values``, ``small``, codecs; ``moved=0`` leaves the first moment in the optimizer; ``dense``, a share of the steps
+that are plain AdamW with float32 gradients before anything is compressed; ``frozen=1`` keeps the second moment as it is
+after them, or after ``from``. ``lr`` is the highest rate of any training.
+
+The first moment is moved by hand: the compressor's momentum is beta1, and the optimizer's beta1 is 0. The velocity is
+then 1 / (1 - beta1) times the first moment, so eps is multiplied by that.
+Bytes are those that a rank hands to collectives for gradients, dense steps included; their ratio is to float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parent
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from machine import facts  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import dgc.torch as dgc  # noqa: E402
+
+Batches = Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+EVALUATIONS = 6
+"""Points of a curve."""
+FROZEN = 1 - 1e-9
+"""The beta2 of a second moment that stays: torch divides by 0 at 1."""
+
+
+class Block(nn.Module):
+    """Attention and a network of two layers, both after a normalisation and beside what comes in."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, length, width = x.shape
+        parts = self.qkv(self.before(x)).view(count, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(*parts, is_causal=self.causal)
+        x = x + self.out(seen.transpose(1, 2).reshape(count, length, width))
+        return x + self.down(functional.gelu(self.up(self.between(x))))
+
+
+class Transformer(nn.Module):
+    """Blocks between an embedding with learnt positions and a linear layer, of all tokens or of their mean."""
+
+    def __init__(
+        self, embed: nn.Module, length: int, width: int, layers: int, heads: int, classes: int, causal: bool
+    ) -> None:
+        super().__init__()
+        self.embed, self.causal = embed, causal
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.Sequential(*(Block(width, heads, causal) for _ in range(layers)))
+        self.norm, self.classes = nn.LayerNorm(width), nn.Linear(width, classes, bias=not causal)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                last = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if last else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        if isinstance(embed, Patches):
+            nn.init.normal_(self.positions, std=0.2)
+            nn.init.normal_(embed.linear.weight, std=0.25)
+        if isinstance(embed, nn.Embedding):
+            self.classes.weight = embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.blocks(self.embed(x) + self.positions))
+        return self.classes(x if self.causal else x.mean(1))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data and its optimizer."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], tuple[Batches, list[tuple[torch.Tensor, torch.Tensor]]]]
+    """-> a function that draws one rank's batch, and the batches to evaluate."""
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    optimizer: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+    clip: float | None
+    rate: Callable[[float], float]
+    """Share of the steps that were made -> what the learning rate is multiplied by."""
+
+
+def cosine(progress: float) -> float:
+    """A rise over 4 % of the steps, then half a cosine down to 0."""
+    return min(1.0, progress / 0.04 + 0.01) * (1 + math.cos(math.pi * progress)) / 2
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def _text(length: int, count: int) -> tuple[Batches, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Bytes of the standard library's modules; every twentieth one is held out."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [p for p in sorted(folder.rglob("*.py")) if not {"site-packages", "test", "tests"} & set(p.parts)]
+    train, held = (
+        torch.tensor(np.frombuffer(b"".join(p.read_bytes() for p in part), np.uint8).copy())
+        for part in ([p for i, p in enumerate(files) if i % 20 != 10], files[10::20])
+    )
+    span = torch.arange(length + 1)
+
+    def windows(text: torch.Tensor, begins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = text[begins[:, None] + span].long()
+        return found[:, :-1], found[:, 1:]
+
+    def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return windows(train, torch.randint(len(train) - length, (count,), generator=generator))
+
+    places = torch.linspace(0, len(held) - length - 1, 512).long()
+    return draw, [windows(held, part) for part in places.split(64)]
+
+
+def _gpt(length: int, width: int, layers: int, heads: int) -> nn.Module:
+    return Transformer(nn.Embedding(256, width), length, width, layers, heads, 256, causal=True)
+
+
+def _language_loss(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
+
+
+def _gpt_task(length: int, count: int, width: int, layers: int, heads: int, lr: float) -> Task:
+    options = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    return Task(
+        functools.partial(_gpt, length, width, layers, heads),
+        functools.partial(_text, length, count),
+        _language_loss,
+        torch.optim.AdamW,
+        options,
+        1.0,
+        cosine,
+    )
+
+
+# -- a table ----------------------------------------------------------------------------------------------------------
+
+
+def _table() -> tuple[Batches, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """24 features of unlike distributions, and a target made of steps, waves and products of some, and noise."""
+    rng = np.random.default_rng(5)
+    rows, held = 60_000, 8_000
+    x = rng.standard_normal((rows, 24))
+    x[:, 12:18] = np.exp(0.7 * x[:, 12:18] + 0.5 * x[:, :6])
+    x[:, 18:] = np.floor(2 * x[:, 18:])
+    steps = sum(
+        c * np.prod([x[:, i] > np.quantile(x[:, i], q) for i, q in zip(some, cuts, strict=True)], axis=0)
+        for c, some, cuts in (
+            (rng.normal(), rng.choice(24, 3, replace=False), rng.uniform(0.2, 0.7, 3)) for _ in range(40)
+        )
+    )
+    waves = sum(rng.normal() * np.sin(1.5 * x[:, :12] @ (rng.standard_normal(12) / 2)) for _ in range(8))
+    clean = steps / steps.std() + waves / waves.std() + np.tanh(x[:, 0] * x[:, 3])
+    y = (clean - clean.mean()) / clean.std() + 0.2 * rng.standard_normal(rows)
+    x = (x - x.mean(0)) / x.std(0)
+    features, target = torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)[:, None]
+
+    def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.randint(held, rows, (64,), generator=generator)
+        return features[chosen], target[chosen]
+
+    return draw, list(zip(features[:held].split(1000), target[:held].split(1000), strict=True))
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(24, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 1)
+    )
+
+
+# -- images -----------------------------------------------------------------------------------------------------------
+
+
+def _digits() -> tuple[Batches, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """scikit-learn's digits anywhere on 12 x 12 pixels, beside quarters of other digits and noise."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = images.reshape(-1, 8, 8).astype("f") / 16
+    rng = np.random.default_rng(5)
+    order = rng.permutation(len(images))
+
+    def canvases(of: np.ndarray, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = 0.15 * rng.standard_normal((count, 12, 12)).astype("f")
+        chosen = rng.choice(of, count)
+        for canvas, one in zip(made, chosen, strict=True):
+            for other in rng.choice(of, 3):
+                (a, b), (c, d) = rng.integers(0, 9, 2), rng.integers(0, 5, 2)
+                canvas[a : a + 4, b : b + 4] += images[other, c : c + 4, d : d + 4]
+            a, b = rng.integers(0, 5, 2)
+            canvas[a : a + 8, b : b + 8] = images[one] + 0.15 * rng.standard_normal((8, 8))
+        return torch.tensor(made), torch.tensor(labels[chosen])
+
+    (train, right), (held, wanted) = canvases(order[450:], 30_000), canvases(order[:450], 3_000)
+
+    def draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.randint(len(train), (24,), generator=generator)
+        return train[chosen], right[chosen]
+
+    return draw, list(zip(held.split(500), wanted.split(500), strict=True))
+
+
+class Patches(nn.Module):
+    """9 pieces of 4 x 4 pixels, each as a vector."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, width)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.linear(functional.unfold(images[:, None], 4, stride=4).transpose(1, 2))
+
+
+def _vit() -> nn.Module:
+    return Transformer(Patches(64), 9, 64, 3, 4, 10, causal=False)
+
+
+TASKS = {
+    "gpt": _gpt_task(64, 4, 96, 3, 4, 3e-3),
+    "table": Task(_mlp, _table, functional.mse_loss, torch.optim.Adam, {"lr": 1e-3}, None, lambda progress: 1.0),
+    "vit": Task(
+        _vit, _digits, functional.cross_entropy, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.05}, None, cosine
+    ),
+    "gpt-10m": _gpt_task(64, 4, 384, 6, 6, 1e-3),
+}
+
+
+# -- trainings --------------------------------------------------------------------------------------------------------
+
+
+class Dense:
+    """The mean gradient in float32, clipped."""
+
+    def __init__(self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._clip, self._model, self._optimizer, self.bytes = task.clip, model, optimizer, 0
+
+    def step(self) -> None:
+        gradients = [p.grad for p in self._model.parameters()]
+        flat = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(flat)
+        self.bytes += 4 * flat.numel()
+        flat /= dist.get_world_size()
+        if self._clip:
+            flat *= min(1.0, self._clip / (flat.norm().item() + 1e-6))
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+        self._optimizer.step()
+
+
+class PowerSGD:
+    """DDP with its hook, after two dense steps."""
+
+    def __init__(self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        self._clip, self._model, self._optimizer = task.clip, model, optimizer
+        # One bucket: with several, Gloo's threads begin the collectives in another order on each rank, and wait.
+        self.forward = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=10_000)
+        self._state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        self.forward.register_comm_hook(self._state, powerSGD_hook.powerSGD_hook)
+        self._all = sum(p.numel() for p in model.parameters())
+
+    @property
+    def bytes(self) -> int:
+        return 4 * (2 * self._all + self._state.compression_stats()[2])
+
+    def step(self) -> None:
+        if self._clip:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        self._optimizer.step()
+
+
+class DGC:
+    """dgc's optimizer, from the first step on or after dense ones."""
+
+    def __init__(
+        self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, str], steps: int
+    ) -> None:
+        self._task, self._model, self._optimizer, self._given = task, model, optimizer, given
+        self._after = round(float(given.get("dense", 0)) * steps)
+        self._steps, self._made = steps, 0
+        self._first: Dense | None = Dense(task, model, optimizer) if self._after else None
+        if self._first is None:
+            self._begin()
+
+    @property
+    def bytes(self) -> int:
+        first = self._first.bytes if self._first else 0
+        return first + (self._compression.stats.total.bytes_sent if self._made >= self._after else 0)
+
+    def step(self) -> None:
+        if self._first and self._made < self._after:
+            self._first.step()
+        else:
+            if self._first and self._made == self._after:
+                self._begin()
+                for p in self._model.parameters():
+                    p.grad = None
+            self._optimizer.step()
+        self._made += 1
+
+    def _begin(self) -> None:
+        given, left = self._given, self._given.get("moved") == "0"
+        group = self._optimizer.param_groups[0]
+        first, second = group["betas"]
+        if not left:
+            scale = 1 / (1 - first)
+            wanted = second if "from" in given else float(given.get("beta2", second))
+            freeze(self._optimizer, second, scale**2)  # of dense steps
+            group["betas"] = (0.0, FROZEN if given.get("frozen") == "1" and "from" not in given else wanted)
+            group["eps"] *= scale
+        elif "beta2" in given:
+            group["betas"] = (first, float(given["beta2"]))
+        options: dict[str, Any] = {"momentum": 0.0 if left else first}
+        densities = [float(d) for d in given["first"].split("/")] if "first" in given else []
+        if densities:
+            length = math.ceil(float(given["ramp"]) * self._steps * (len(densities) + 1) / len(densities))
+            options["rampup_step"] = length
+        options["sparsity"] = [1 - d for d in (*densities, float(given["density"]))]
+        options["momentum_masking"] = given.get("masking", "1") == "1"
+        options |= {name: given[name] for name in ("values", "small") if name in given}
+        if self._task.clip:
+            options |= {"local_grad_clip_norm": self._task.clip, "clip_scope": "global"}
+        self._compression = dgc.Compression.dgc(**options)
+        dgc.DistributedOptimizer(self._optimizer, self._model.named_parameters(), compression=self._compression)
+
+
+def freeze(optimizer: torch.optim.Optimizer, second: float, scale: float = 1.0) -> None:
+    """Correct the bias of the second moments now, so that a beta2 of nearly 1 does not correct it again."""
+    for state in optimizer.state.values():
+        state["exp_avg_sq"] *= scale / (1 - second ** state["step"].item())
+        state["step"].fill_(1e12)
+
+
+def train(task: Task, data: Any, word: str, steps: int, seed: int) -> dict[str, Any]:
+    """One training; the row is the same on all ranks but for the bytes."""
+    draw, held = data
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = task.optimizer(model.parameters(), **task.options)
+    given = dict(part.split("=") for part in word.split(",") if "=" in part)
+    rate, generator = (
+        float(given.get("lr", task.options["lr"])),
+        torch.Generator().manual_seed(1000 * seed + dist.get_rank()),
+    )
+    method: Any
+    if word.startswith("dense") and not word.startswith("dense="):
+        method = Dense(task, model, optimizer)
+    elif "powersgd" in given:
+        method = PowerSGD(task, model, optimizer, int(given["powersgd"]))
+    else:
+        method = DGC(task, model, optimizer, given, steps)
+    forward, curve, began = getattr(method, "forward", model), [], time.monotonic()
+    for step in range(steps):
+        if "from" in given and step == round(float(given["from"]) * steps):
+            group = optimizer.param_groups[0]
+            if given.get("frozen") == "1":
+                freeze(optimizer, group["betas"][1])
+            group["betas"] = (group["betas"][0], FROZEN if given.get("frozen") == "1" else float(given["beta2"]))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * task.rate(step / steps)
+        optimizer.zero_grad()
+        inputs, wanted = draw(generator)
+        task.loss(forward(inputs), wanted).backward()
+        method.step()
+        if (step + 1) % max(1, steps // EVALUATIONS) == 0:
+            curve.append([step + 1, *evaluated(task, model, held)])
+    size = sum(p.numel() for p in model.parameters())
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, weights)
+    constant = task.rate(0.99) == 1  # the rate does not fall: one evaluation is noisy
+    row = {
+        "setting": word,
+        "seed": seed,
+        "steps": steps,
+        "parameters": size,
+        "loss": statistics.fmean(point[1] for point in curve[-3:]) if constant else curve[-1][1],
+        "fewer": 4 * size * steps / method.bytes,
+        "bytes": method.bytes,
+        "identical": all(torch.equal(weights, other) for other in others),
+        "seconds": round(time.monotonic() - began, 1),
+        "curve": [[round(v, 5) for v in point] for point in curve],
+    }
+    if len(curve[-1]) > 2:
+        row["accuracy"] = curve[-1][2]
+    return row
+
+
+@torch.no_grad()
+def evaluated(task: Task, model: nn.Module, held: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """The mean loss of what is held out and, of classes of images, the share that is right in %; all ranks together."""
+    own = held[dist.get_rank() :: dist.get_world_size()]
+    outputs = [(model(inputs), wanted) for inputs, wanted in own]
+    found = [sum(task.loss(*pair).item() for pair in outputs)]
+    if outputs[0][1].dim() == 1:
+        found.append(100 * sum((o.argmax(1) == w).float().mean().item() for o, w in outputs))
+    total = torch.tensor(found, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / len(held)).tolist()
+
+
+def main() -> None:
+    """Train what the command line says; rank 0 writes after each training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("settings", nargs="+", help="dense, powersgd=RANK, or DGC's: see above")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--json", type=Path, help="rows are added to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task, first = TASKS[options.task], int(os.environ["RANK"]) == 0
+    data = task.data()
+    report: dict[str, Any] = {"task": options.task, "ranks": dist.get_world_size(), "rows": []}
+    if options.json and options.json.exists():
+        report = json.loads(options.json.read_text())
+    report |= facts("torch", "numpy", "numba")
+    done = {(row["setting"], row["steps"], row["seed"]) for row in report["rows"]}
+    dist.barrier()
+    for seed in options.seeds:
+        for word in options.settings:
+            if (word, options.steps, seed) in done:
+                continue
+            row = train(task, data, word, options.steps, seed)
+            if first:
+                print(f"{options.task} {options.steps} {word} seed {seed}: loss {row['loss']:.4f}",
+                      f"{row.get('accuracy', 0):.2f} fewer {row['fewer']:.1f} {row['seconds']} s",
+                      "" if row["identical"] else "RANKS DIFFER", flush=True)  # fmt: skip
+                report["rows"].append(row)
+                if options.json:
+                    head = json.dumps({k: v for k, v in report.items() if k != "rows"}, indent=1).removesuffix("\n}")
+                    lines = ",\n".join(f"  {json.dumps(row)}" for row in report["rows"])
+                    options.json.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
