@@ -317,6 +317,10 @@ class StepWatch:
             self.saved.follow(optimizer)
             self._owner = weakref.ref(optimizer)
 
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is the owner."""
+        return optimizer is self.owner
+
     def others(self) -> list[StepWatch]:
         """Those that hand over gradients of the same parameters to another engine."""
         return [w for w in _of(self._ids) if w is not self]
@@ -330,7 +334,7 @@ class StepWatch:
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:
         """Before an optimizer steps our parameters: exchange, and hide what the compressor applies."""
         engine = self.watched
-        if optimizer is not self.owner:
+        if not self.owns(optimizer):
             if self._concerns(optimizer):
                 if self.alone:
                     engine.adoption.refuse_second(optimizer)
@@ -359,7 +363,7 @@ class StepWatch:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
         engine = self.watched
-        if optimizer is self.owner:
+        if self.owns(optimizer):
             engine.adoption.show()
             self.updated()
             if not self._broadcasts:

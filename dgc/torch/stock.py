@@ -38,8 +38,6 @@ class HorovodSteps(StepWatch):
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
     """
 
-    holds = True
-
     def __init__(self, engine: Engine, compressor: HorovodCompressor) -> None:
         super().__init__(engine)
         self._compressor = weakref.ref(compressor)
@@ -56,7 +54,7 @@ class HorovodSteps(StepWatch):
         super().own(optimizer)
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:  # noqa: D102
-        if optimizer is self.owner:
+        if self.owns(optimizer):
             _refuse_adasum(optimizer)
         return super().before_step(optimizer, closure)
 
