@@ -47,14 +47,14 @@ for choice in ("auto", "horovod"):
 
 # -- a Horovod that is not ready ---------------------------------------------------------------------------------
 
-FIRST = r"^call torch\.distributed\.init_process_group\(\) .* or hvd\.init\(\) .* first: "
+FIRST = r"^call torch\.distributed\.init_process_group\(\) .* or hvd\.init\(\) .* first; for Horovod: "
 MISSING = "python -m dgc build-horovod --install"
 WITHOUT = types.ModuleType("horovod.torch")
 WITHOUT.is_initialized = lambda: True
 NOT_READY = {
     "missing": (None, f"{FIRST}.*importing horovod.torch failed.*{MISSING}"),
     "without torch": (WITHOUT, f"{FIRST}.*built without PyTorch"),
-    "not initialised": (None, r"call hvd\.init\(\)"),
+    "not initialised": (None, r" or hvd\.init\(\) \(Horovod\) first$"),
 }
 
 
