@@ -4,8 +4,17 @@ Import the adapter of your framework: ``import dgc.torch as dgc`` or ``import dg
 This package itself loads no framework, no MPI and no CuPy.
 """
 
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, TransportError, WireError
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError, TransportError, WireError
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "DGCError", "LayoutError", "RemoteError", "TransportError", "WireError", "__version__"]
+__all__ = [
+    "ConfigError",
+    "DGCError",
+    "LayoutError",
+    "RemoteError",
+    "StallError",
+    "TransportError",
+    "WireError",
+    "__version__",
+]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import Horovod
+from dgc.adapter.signatures import Compressor, Constructors, Optimizer, Tensors, refused_uncalled
 from dgc.core.compressors import compressor_class, compressor_names
 from dgc.core.config import (
     DGCConfig,
@@ -24,76 +23,76 @@ from dgc.core.config import (
 )
 from dgc.errors import ConfigError
 
-Constructor = TypeVar("Constructor", bound=Callable[..., Any])
 
+class Uncompressed:
+    """Dense training: gradients are sent as they are ("none"), or as float16 ("fp16").
 
-class CompressionBase(abc.ABC):
-    """What ``compression=`` takes: Horovod's ``none`` and ``fp16``, and a constructor for each compressor of ours."""
+    Horovod's compressor of this name, which is looked up where Horovod is used; without Horovod, what dgc's own
+    optimizer for ``torch.distributed`` does.
+    """
 
-    def __init__(self, horovod: Horovod) -> None:
-        """Serve one framework."""
+    def __init__(self, name: Literal["none", "fp16"], horovod: Horovod) -> None:
+        """Need no Horovod yet."""
+        self.name = name
         self._horovod = horovod
 
     @property
-    def none(self) -> Any:
-        """Horovod's: gradients are sent as they are."""
-        return self._horovod.module(initialized=False).Compression.none
-
-    @property
-    def fp16(self) -> Any:
-        """Horovod's: gradients are sent as float16."""
-        return self._horovod.module(initialized=False).Compression.fp16
-
-    @abc.abstractmethod
-    def dgc(self, parameters: Any = None, /, optimizer: Any = None, **options: Any) -> Any:
-        """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
-
-        With options alone a wrapper binds the rest; for stock Horovod's wrappers give the tensors and the
-        optimizer (all ranks together).
-
-        Args:
-            parameters: the tensors to compress.
-            optimizer: whose tensors are compressed, and whose options are taken over.
-            **options: ``momentum, nesterov, weight_decay`` (None: see ``optimizer``; 0 if there is none to adopt),
-                ``momentum_masking=None`` (None: True, but with ``steps`` True before an adaptive optimizer alone),
-                ``sparsity=0.999`` (a number or a list walked through during ramp-up),
-                ``rampup_begin_step=0``, ``rampup_step=1``, ``steps=None`` (of the whole training: they
-                choose the sparsity for it), ``local_grad_clip_norm=None``, ``clip_scope="tensor"``,
-                ``min_numel=1024``, ``include=()``, ``exclude=()``, ``indices="elias_fano"``, ``values="int2"``,
-                ``small="int3"`` (the value codec of tensors that are 1-D or small; "float32": exact),
-                ``bucket_bytes=25 MiB``, ``transport="auto"``, ``loss_scale=1.0`` (a number, a function or the
-                framework's loss scaler), ``op=Average``, ``process_set=None``, ``seed=0``,
-                ``sparse_updates=True`` (False: always make dense results; see ``describe()["updates"]``),
-                ``hierarchical=False`` (True: ranks of one node add their gradients up
-                first and send as one; "auto": where that saves traffic; a number: groups of so many neighbouring
-                ranks. Needs MPI).
+    def horovods(self) -> Any:
+        """Horovod's own.
 
         Raises:
-            TypeError: an unknown option; the message lists the valid ones.
-            ConfigError: an option out of range, momentum applied twice, or Horovod not initialised.
-            LayoutError: ranks disagree about the tensors.
-
-        Source: Lin et al. 2018, arXiv 1712.01887.
+            ConfigError: there is no Horovod.
         """
+        return getattr(self._horovod.module(initialized=False).Compression, self.name)
 
-    @abc.abstractmethod
-    def _make(self, *args: Any, **options: Any) -> Any:
+    def compress(self, tensor: Any) -> Any:
+        """What Horovod's own returns: the tensor to send, and the context for :meth:`decompress`."""
+        return self.horovods.compress(tensor)
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """What Horovod's own returns: the tensor in its own type."""
+        return self.horovods.decompress(tensor, ctx)
+
+    def __repr__(self) -> str:
+        return f"Compression.{self.name}"
+
+
+def horovods(compression: Any) -> Any:
+    """What Horovod's own wrappers are given: its own compressor in place of ours of the same name, or None."""
+    return compression.horovods if isinstance(compression, Uncompressed) else compression
+
+
+class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
+    """What ``compression=`` takes: ``none`` and ``fp16``, as Horovod has them, and a constructor for each compressor.
+
+    Compressors that others have registered have one as well, with the arguments of ``dgc`` and options of their own.
+
+    Attributes:
+        none: gradients are sent as they are.
+        fp16: gradients are sent as float16.
+    """
+
+    def __init__(self, horovod: Horovod) -> None:
+        """Serve one framework."""
+        self.none, self.fp16 = Uncompressed("none", horovod), Uncompressed("fp16", horovod)
+
+    def _make(
+        self, algorithm: str, parameters: Tensors | None = None, optimizer: Optimizer | None = None, **options: Any
+    ) -> Compressor:
         """Make a compressor from (algorithm, tensors, optimizer) and options."""
+        raise NotImplementedError
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """``Compression.<name>(...)`` of every other compressor, with the arguments of :meth:`dgc` and its own options.
+    if not TYPE_CHECKING:  # a type checker knows the names that are not there
 
-        Raises:
-            AttributeError: there is no such compressor; the message lists those there are.
-        """
-        return constructor(name, self, self._make)
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            return constructor(name, self, self._make)
 
     def __dir__(self) -> list[str]:
         return ["none", "fp16", *compressor_names()]
 
 
 def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``Compression.<name>`` is: ``make`` with the compressor's name as its first argument, and a help text.
+    """What ``Compression.<name>`` is for a registered compressor: ``make`` with its name as the first argument.
 
     Args:
         name: the attribute that was asked for.
@@ -113,26 +112,12 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
     def build(*args: Any, **options: Any) -> Any:
         return make(name, *args, **options)
 
-    own = "\n".join(f"    {f.name}={f.default!r}" for f in dataclasses.fields(row.Options))
     build.__name__ = build.__qualname__ = name
+    build.__doc__ = row.__doc__
     # That of ``make`` without what the constructor's name says already.
     shown = [p for p in inspect.signature(make).parameters.values() if p.name != "algorithm"]
     vars(build)["__signature__"] = inspect.Signature(shown)
-    build.__doc__ = (
-        f"{row.__doc__}\n\nOptions of its own:\n{own or '    none'}\n\nOptions it shares with other compressors:\n"
-        f"    {', '.join(row.common_options())}, transport, loss_scale, process_set\n"
-    )
     return refused_uncalled(build)
-
-
-def refused_uncalled(build: Constructor) -> Constructor:
-    """Let a constructor that Horovod's own wrapper got without parentheses say so in the first step."""
-
-    def compress(*_: object) -> NoReturn:
-        raise no_compressor(build)
-
-    vars(build)["compress"] = compress
-    return build
 
 
 def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> list[Any]:

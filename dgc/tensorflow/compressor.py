@@ -11,7 +11,6 @@ import tensorflow as tf
 from dgc.adapter.compression import (
     CompressionBase,
     checked_tensors,
-    refused_uncalled,
     require_momentum_source,
     warn_of_thin_updates,
 )
@@ -139,31 +138,26 @@ def _refuse_sessions() -> None:
         )
 
 
-class TensorFlowCompression(CompressionBase):
-    """Values of ``compression=``; ``none`` and ``fp16`` are Horovod's.
+class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCompressor]):
+    """Values of ``compression=``.
 
-    A compressor's first argument is ``variables``, those of a built model. Momentum and Nesterov are taken out of an
-    SGD; Keras' ``weight_decay`` is decoupled from the gradient and stays in the optimizer. A tape does not know its
-    optimizer, so for a tape ``optimizer`` is given without variables. ``loss_scale`` takes a LossScaleOptimizer, too.
+    A compressor's first argument is ``model.trainable_variables`` of a built model. Momentum and Nesterov are taken out
+    of an SGD; Keras' ``weight_decay`` is decoupled from the gradient and stays in the optimizer. A tape does not know
+    its optimizer, so for a tape ``optimizer`` is given without variables. ``loss_scale`` takes a LossScaleOptimizer,
+    too.
     """
-
-    @refused_uncalled
-    def dgc(  # noqa: D102
-        self, variables: Sequence[Variable] | None = None, optimizer: Optimizer | None = None, **options: Any
-    ) -> DGCCompressor:
-        return self._make("dgc", variables, optimizer, **options)
 
     def _make(
         self,
         algorithm: str,
-        variables: Sequence[Variable] | None = None,
+        parameters: Sequence[Variable] | None = None,
         optimizer: Optimizer | None = None,
         **options: Any,
     ) -> DGCCompressor:
         given = None
-        if variables is not None:
+        if parameters is not None:
             advice = "model.trainable_variables of a built model"
-            given = checked_tensors(variables, algorithm, "variables", advice)
+            given = checked_tensors(parameters, algorithm, "variables", advice)
         if optimizer is not None and family(optimizer) is None:
             raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer")
         compressor = DGCCompressor(options, algorithm)

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter import compression as compression_of
-from dgc.adapter.compression import check_passes, check_predivide, refuse_adasum, refuse_grouping
+from dgc.adapter.compression import check_passes, check_predivide, horovods, refuse_adasum, refuse_grouping
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption, Optimizer, without_loss_scale
 from dgc.tensorflow.compressor import DGCCompressor
@@ -169,7 +169,7 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
         average_passes=given("average_aggregated_gradients"),
         predivide=given("gradient_predivide_factor"),
     )
-    return Settings(compression, options)
+    return Settings(horovods(compression), options)
 
 
 class HasSettings:

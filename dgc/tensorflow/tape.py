@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.compression import check_predivide, refuse_adasum, refuse_grouping
+from dgc.adapter.compression import check_predivide, horovods, refuse_adasum, refuse_grouping
+from dgc.adapter.signatures import Compressing
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
@@ -22,7 +23,7 @@ def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: object = None,
+    compression: Compressing = None,
     sparse_as_dense: bool = False,
     op: ReduceOp | None = None,
     gradient_predivide_factor: float = 1.0,
@@ -57,7 +58,7 @@ def DistributedGradientTape(
                 gradtape,
                 device_dense=device_dense,
                 device_sparse=device_sparse,
-                compression=compression or hvd.Compression.none,
+                compression=horovods(compression) or hvd.Compression.none,
                 sparse_as_dense=sparse_as_dense,
                 op=hvd.Average if op is None else HOROVOD.reduce_op(op),
                 gradient_predivide_factor=gradient_predivide_factor,

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from dgc.adapter.compression import (
     CompressionBase,
     checked_tensors,
-    refused_uncalled,
     require_momentum_source,
     warn_of_thin_updates,
 )
@@ -140,38 +139,30 @@ class DGCCompressor(HorovodCompressor):
         return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
 
 
-class TorchCompression(CompressionBase):
-    """What ``compression=`` takes. ``none`` and ``fp16`` are Horovod's.
+class TorchCompression(CompressionBase[NamedParameters, torch.optim.Optimizer, DGCCompressor]):
+    """What ``compression=`` takes.
 
-    A compressor's first argument is ``named_parameters``, as in Horovod's wrappers: torch's parameters carry no names.
-    Momentum, Nesterov and weight decay are taken out of a ``torch.optim.SGD``. ``loss_scale`` takes a GradScaler, too.
+    A compressor's first argument is ``model.named_parameters()``, as in Horovod's wrappers: torch's parameters carry no
+    names. Momentum, Nesterov and weight decay are taken out of a ``torch.optim.SGD``. ``loss_scale`` takes a
+    GradScaler, too.
     """
-
-    @refused_uncalled
-    def dgc(  # noqa: D102
-        self,
-        named_parameters: NamedParameters | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **options: Any,
-    ) -> DGCCompressor:
-        return self._make("dgc", named_parameters, optimizer, **options)
 
     def _make(
         self,
         algorithm: str,
-        named_parameters: NamedParameters | None = None,
+        parameters: NamedParameters | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         **options: Any,
     ) -> DGCCompressor:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
-        named = None if named_parameters is None else _checked_names(named_parameters, algorithm)
+        named = None if parameters is None else _checked_names(parameters, algorithm)
         compressor = DGCCompressor(options, algorithm)
         if named is None:
             if optimizer is not None:
-                raise ConfigError(f"Compression.{algorithm}(optimizer=...) also needs named_parameters={_ADVICE}")
+                raise ConfigError(f"Compression.{algorithm}(optimizer=...) also needs parameters={_ADVICE}")
             return compressor
-        require_momentum_source(optimizer, compressor.config, "named_parameters")
+        require_momentum_source(optimizer, compressor.config, "parameters")
         compressor.bind(named, optimizer, stock=True)
         return compressor
 
@@ -236,7 +227,7 @@ def _owned(
 
 
 def _checked_names(value: object, algorithm: str) -> list[tuple[str, torch.Tensor]]:
-    named = checked_tensors(value, algorithm, "named_parameters", _ADVICE)
+    named = checked_tensors(value, algorithm, "parameters", _ADVICE)
     for pair in named:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
             raise ConfigError(f"Compression.{algorithm} needs (name, parameter) pairs: pass {_ADVICE}")

@@ -34,6 +34,8 @@ from dgc.torch.step import StepWatch, only_makes_state, require_free
 from dgc.torch.tensors import scattered_values
 from dgc.torch.untraced import untraced
 
+__all__ = ["CompressionState", "compression_hook", "register"]
+
 _LOCAL = (
     "optimizer.step() was called with gradients that were not exchanged: the backward passes since the last step ran "
     "inside no_sync(), or did not reach every parameter (DDP's find_unused_parameters=True)"

@@ -21,7 +21,7 @@ from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.tensors import is_sharded, local
-from dgc.transport.agreement import gather_values, tell_error
+from dgc.transport.agreement import gather_values
 from dgc.transport.choice import HorovodTransportBase, require_no_choice
 
 if TYPE_CHECKING:
@@ -181,21 +181,13 @@ def job_of(group: dist.ProcessGroup | None = None) -> TorchJob:
     return HOROVOD
 
 
-def horovod_of_all_ranks(job: Job, process_set: Any) -> ModuleType:
-    """Horovod, which averages dense gradients, on all ranks. Collective over the ranks that will exchange."""
-    try:
-        hvd = HOROVOD.module()
-    except ConfigError as missing:
-        error = ConfigError(
-            "without a compressor of dgc's gradients are averaged by Horovod; give every rank the same compression= "
-            f"or, for dense training under torch.distributed, use DistributedDataParallel: {missing}"
-        )
-        if isinstance(job, DistributedJob) and job.included:
-            transport = job.make_transport()
-            tell_error(transport, error)
-            transport.close()
-        raise error from missing
-    job = HOROVOD.of(process_set)
+def horovod_of_all_ranks(process_set: Any) -> ModuleType:
+    """Horovod, which averages dense gradients, on all ranks. Collective over the process set.
+
+    Raises:
+        ConfigError: it is missing or not initialised, or another rank has a compressor.
+    """
+    hvd, job = HOROVOD.module(), HOROVOD.of(process_set)
     if job.members.process_set_id is not None and job.included and job.size > 1:
         require_no_choice(hvd.rank(), job.gather)
     return hvd

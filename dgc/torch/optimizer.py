@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast, overload
 
 import torch
 
@@ -18,23 +18,98 @@ from dgc.adapter.compression import (
     check_compression,
     check_passes,
     check_predivide,
+    horovods,
     refuse_adasum,
     refuse_grouping,
 )
-from dgc.errors import ConfigError, LayoutError
-from dgc.torch.compressor import DGCCompressor, check_optimizer, named_pairs
-from dgc.torch.distributed import ddp_over, horovod_of_all_ranks, job_of
+from dgc.adapter.signatures import Compressing
+from dgc.errors import DGCError, LayoutError
+from dgc.torch.compressor import Compression, DGCCompressor, check_optimizer, named_pairs
+from dgc.torch.dense import DenseSteps, agree, dense_type
+from dgc.torch.distributed import DistributedJob, horovod_of_all_ranks, job_of
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import HOROVOD
-from dgc.torch.step import CHANGED, StepWatch, has_unscaled, only_makes_state
+from dgc.torch.horovod import HOROVOD, TorchHorovod
+from dgc.torch.passes import Exchanged, Passes, refuse_copy
+from dgc.torch.step import StepWatch, only_makes_state
 from dgc.torch.tensors import is_sharded, local, scattered_values, set_memory
-from dgc.torch.untraced import untraced, weakly
+from dgc.torch.untraced import untraced
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class _Methods:
+        """What :func:`DistributedOptimizer` adds to the user's optimizer."""
+
+        compression: DGCCompressor
+        backward_passes_per_step: int
+        op: str
+        process_set: Any
+
+        def synchronize(self) -> None:
+            """Exchange the gradients, and wait for the results."""
+
+        def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+            """Let ``step()`` inside exchange nothing."""
+
+        def set_backward_passes_per_step(self, passes: int) -> None:
+            """Add up the gradients of so many backward passes before each exchange."""
+
+    # No classes of any object: types of the user's optimizer with Horovod's methods.
+    class HorovodOptimizer(_Methods, torch.optim.Optimizer): ...  # noqa: D101
+
+    class HorovodSGD(_Methods, torch.optim.SGD): ...  # noqa: D101
+
+    class HorovodAdam(_Methods, torch.optim.Adam): ...  # noqa: D101
+
+    class HorovodAdamW(_Methods, torch.optim.AdamW): ...  # noqa: D101
+
+    Named = Iterable[tuple[str, torch.Tensor]] | None
+
+    class Rest(TypedDict, total=False):
+        """The other arguments of :func:`DistributedOptimizer`."""
+
+        backward_passes_per_step: int
+        op: object
+        gradient_predivide_factor: float
+        num_groups: int
+        groups: object
+        sparse_as_dense: bool
+        process_set: Any
+        group: Any
 
 
+@overload
+def DistributedOptimizer(
+    optimizer: torch.optim.SGD,
+    named_parameters: Named = None,
+    compression: Compressing = None,
+    **rest: Unpack[Rest],
+) -> HorovodSGD: ...
+@overload
+def DistributedOptimizer(
+    optimizer: torch.optim.AdamW,
+    named_parameters: Named = None,
+    compression: Compressing = None,
+    **rest: Unpack[Rest],
+) -> HorovodAdamW: ...
+@overload
+def DistributedOptimizer(
+    optimizer: torch.optim.Adam,
+    named_parameters: Named = None,
+    compression: Compressing = None,
+    **rest: Unpack[Rest],
+) -> HorovodAdam: ...
+@overload
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: object = None,
+    named_parameters: Named = None,
+    compression: Compressing = None,
+    **rest: Unpack[Rest],
+) -> HorovodOptimizer: ...
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Named = None,
+    compression: Compressing = None,
     backward_passes_per_step: int = 1,
     op: object = None,
     gradient_predivide_factor: float = 1.0,
@@ -43,7 +118,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: Any = None,
     group: Any = None,
-) -> torch.optim.Optimizer:
+) -> HorovodOptimizer:
     """Let an optimizer average its gradients, compressed, while the backward pass goes on.
 
     Arguments are those of ``horovod.torch.DistributedOptimizer``, and ``group``: a ``torch.distributed`` process group
@@ -51,7 +126,9 @@ def DistributedOptimizer(
     ``torch.distributed``, for which neither Horovod nor MPI is needed.
 
     With ``compression=dgc.Compression.dgc(...)`` the compressor is bound to the optimizer's parameters here
-    (collective); any other compression is handed to Horovod as it is.
+    (collective). Without ``compression``, and with ``dgc.Compression.none`` or ``.fp16``, gradients are averaged as
+    they are or as float16, as DistributedDataParallel does it. In a job of Horovod's it averages these itself, and
+    takes compressors of its own.
 
     Returns:
         The optimizer itself, with Horovod's ``synchronize()``, ``skip_synchronize()``, ``zero_grad()`` and
@@ -65,12 +142,12 @@ def DistributedOptimizer(
     check_optimizer(optimizer, named_parameters)
     check_passes(backward_passes_per_step)
     job = job_of(group)
-    if not isinstance(compression, DGCCompressor):
-        hvd = horovod_of_all_ranks(job, process_set)
-        return hvd.DistributedOptimizer(
+    if not isinstance(compression, DGCCompressor) and isinstance(job, TorchHorovod):
+        hvd = horovod_of_all_ranks(process_set)
+        theirs: HorovodOptimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=named_parameters,
-            compression=compression or hvd.Compression.none,
+            compression=horovods(compression) or hvd.Compression.none,
             backward_passes_per_step=backward_passes_per_step,
             op=hvd.Average if op is None else HOROVOD.reduce_op(op),
             gradient_predivide_factor=gradient_predivide_factor,
@@ -79,74 +156,63 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             process_set=hvd.global_process_set if process_set is None else process_set,
         )
-    if job is HOROVOD:
-        HOROVOD.module()
-        refuse_adasum(op, HOROVOD)
-    else:
-        compression.use_job(job)
+        return theirs
     refuse_grouping(num_groups, groups)
-    op = compression.op_of(op)
-    check_predivide(gradient_predivide_factor, op)
-    compression.use_op(op)
-    members = compression.process_set(process_set)
-    named = named_pairs(optimizer, named_parameters)
-    compression.bind(named, optimizer, members)
     attributes: dict[str, object] = {
-        "compression": compression,
-        "op": op,
-        "process_set": members,
         "sparse_as_dense": sparse_as_dense,
         "gradient_predivide_factor": gradient_predivide_factor,
         "backward_passes_per_step": backward_passes_per_step,
-        "__reduce_ex__": _refuse_copy,
+        "__reduce_ex__": refuse_copy,
     }
+    if isinstance(compression, DGCCompressor):
+        if isinstance(job, TorchHorovod):
+            HOROVOD.module()
+            refuse_adasum(op, HOROVOD)
+        else:
+            compression.use_job(job)
+        op = compression.op_of(op)
+        check_predivide(gradient_predivide_factor, op)
+        compression.use_op(op)
+        members = compression.process_set(process_set)
+        compression.bind(named_pairs(optimizer, named_parameters), optimizer, members)
+        vars(optimizer).update(attributes, compression=compression, op=op, process_set=members)
+        engine, scaler = compression.engine, compression.given_options.get("loss_scale")
+        steps = None if engine is None else Steps(optimizer, engine, sparse_as_dense, scaler)
+        vars(optimizer).update(_methods(optimizer, steps))
+        return cast("HorovodOptimizer", optimizer)
+    assert isinstance(job, DistributedJob)
+    kind, op = dense_type(compression), job.of(process_set).op_name("average" if op is None else op)
+    check_predivide(gradient_predivide_factor, op)
+    named = named_pairs(optimizer, named_parameters)
+    attributes.update(compression=compression or Compression.none, op=op, process_set=job.members)
+    dense = None
+    if job.included and job.size > 1:
+        agree(named, job, kind, op)
+        vars(optimizer).update(attributes)
+        dense = DenseSteps(optimizer, named, job, kind == "fp16", op == "average", sparse_as_dense)
     vars(optimizer).update(attributes)
-    vars(optimizer).update(_methods(optimizer, compression, sparse_as_dense))
-    return optimizer
+    vars(optimizer).update(_methods(optimizer, dense))
+    return cast("HorovodOptimizer", optimizer)
 
 
-def _methods(optimizer: torch.optim.Optimizer, compression: DGCCompressor, sparse_as_dense: bool) -> dict[str, object]:
-    """Horovod's methods, by name."""
-    if (engine := compression.engine) is None:  # one process
+def _methods(optimizer: torch.optim.Optimizer, steps: Steps | DenseSteps | None) -> dict[str, object]:
+    """Horovod's methods, by name; ``steps`` is None where nothing is exchanged."""
+    if steps is None:
         itself = weakref.proxy(optimizer)
         return {
             "synchronize": lambda: None,
             "skip_synchronize": contextlib.nullcontext,
             "set_backward_passes_per_step": lambda passes: setattr(itself, "backward_passes_per_step", passes),
         }
-    steps = Steps(optimizer, engine, sparse_as_dense, compression.given_options.get("loss_scale"))
     names = ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad")
     return {name: getattr(steps, name) for name in names}
 
 
-_IN_DDP = (
-    "the model is trained in DistributedDataParallel, which averages gradients itself: leave the optimizer plain and "
-    "call dgc.ddp.register(model, optimizer, compression), or leave DistributedDataParallel out"
-)
-
-_all_steps: weakref.WeakSet[Steps] = weakref.WeakSet()
-"""Wrapping another optimizer over the same parameters ends theirs."""
-
-
-class _Exchanged(NamedTuple):
-    """A gradient whose exchange has begun, in which it must not change, its version then, and where its result goes.
-
-    Whether the exchange has read a gradient before or after a change of it is a matter of chance.
-    """
-
-    gradient: torch.Tensor
-    version: int
-    result: torch.Tensor
-    values: torch.Tensor | None  # a few, of a sharded one, whose version does not always rise
-
-
-class Steps(StepWatch):
+class Steps(Passes, StepWatch):
     """Hands one optimizer's gradients to the engine, and its results back before each step."""
 
     drives = holds = True
-    begun = averaged = in_step = False
-    _skipping = _updating = _replaced = False
-    _is_first = True
+    in_step = _updating = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Engine, sparse_as_dense: bool, scaler: object = None
@@ -162,20 +228,9 @@ class Steps(StepWatch):
         super().__init__(engine)
         self._engine, self._scaler = engine, scaler
         self._dense = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
-        self._parameters = engine.parameters
-        self._exchanged: dict[int, _Exchanged] = {}  # by index
-        self._guarded: dict[int, Any] = {}  # by id of a DistributedDataParallel: its hook
-        self._guard()
-        self._passes = 1
-        self._left = [1] * len(self._parameters)  # passes until a gradient is handed over
-        self.drive(optimizer, self._arrived)
+        self.count_passes(engine.parameters, engine.names)
+        self.drive(optimizer, self.arrived)
         self.begin_anew()
-        for other in list(_all_steps):  # somebody may still refer to those optimizers
-            if not other._ids.isdisjoint(self._ids):
-                other.give_up()
-                other._replaced = True
-                other._unguard()
-        _all_steps.add(self)
 
     # -- Horovod's methods -----------------------------------------------------------------------------------------
 
@@ -188,11 +243,8 @@ class Steps(StepWatch):
             LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """
-        engine, optimizer = self._engine, self.owner
-        if self._replaced:
-            raise ConfigError(
-                "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
-            )
+        engine = self._engine
+        self.require_in_use()
         if self.averaged and engine.is_done():
             for i, p in enumerate(self._parameters):
                 if p.grad is None and i not in engine.left_alone:
@@ -201,8 +253,8 @@ class Steps(StepWatch):
         self.averaged = False
         for i, p in enumerate(self._parameters):
             if i not in self._exchanged:
-                self._hand_over(i, p)
-        self._require_unchanged(optimizer)
+                self.hand_over(i, p)
+        self.require_unchanged()
         engine.finish()
         for i, exchanged in self._exchanged.items():
             if i in engine.left_alone:
@@ -212,38 +264,9 @@ class Steps(StepWatch):
         self.begin_anew()
         self.averaged = True
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()`` inside exchange nothing: ``synchronize()`` has."""
-        self._skipping = True
-        try:
-            yield
-        finally:
-            self._skipping = False
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Add up the gradients of so many backward passes before each exchange."""
-        self._passes = passes
-        self._left = [passes] * len(self._left)
-        if (optimizer := self.owner) is not None:
-            vars(optimizer)["backward_passes_per_step"] = passes
-
     @untraced
-    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
-        """Clear the gradients; arguments are those of the optimizer's own method.
-
-        Raises:
-            AssertionError: between ``backward()`` and the exchange.
-        """
-        if self.begun:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition. Where the loss is "
-                "another model's (a GAN's generator, whose loss passes through the discriminator), keep gradients off "
-                "these parameters: loss.backward(inputs=list(generator.parameters()))"
-            )
-        if (optimizer := self.owner) is not None:
-            type(optimizer).zero_grad(optimizer, *args, **kwargs)
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:  # noqa: D102
+        super().zero_grad(*args, **kwargs)
         self._engine.results.cleared()
 
     # -- the watch's half ------------------------------------------------------------------------------------------
@@ -252,7 +275,7 @@ class Steps(StepWatch):
         """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
         optimizer = self.owner
         assert optimizer is not None, "it steps"
-        exchanging = next(iter(self._exchanged), None)  # the index of a gradient that must not change now
+        exchanging = self.first_exchanging()
         if self._skipping:
             if exchanging is not None:
                 wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
@@ -265,7 +288,7 @@ class Steps(StepWatch):
             return
         if exchanging is not None and self.by_scaler:
             # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
-            self._fail_changed(exchanging)
+            self.fail_changed(exchanging)
         if self.averaged and not self._updating:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -289,59 +312,18 @@ class Steps(StepWatch):
         """The results of the exchange are used up."""
         self.averaged = self._updating = False
 
-    def give_up(self) -> None:
-        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
-        self.begin_anew()
-        self._skipping = False
-
-    def begin_anew(self) -> None:
-        """Expect the first backward pass of a step: one is over, or a state was loaded into the optimizer."""
-        self._exchanged = {}
-        if (optimizer := self.owner) is not None:
-            self._passes = vars(optimizer)["backward_passes_per_step"]  # which scripts set
-        self._left = [self._passes] * len(self._left)
-        self.begun = self.averaged = self._updating = False
+    def begin_anew(self) -> None:  # noqa: D102
+        super().begin_anew()
+        self._updating = False
 
     def end(self) -> None:
         """Watch no longer."""
         super().end()
-        self._unguard()
+        self.unguard()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _guard(self) -> None:
-        """Refuse the forward pass of a DistributedDataParallel over these parameters; it may be there and unused."""
-        for ddp in ddp_over(self._parameters):
-            if id(ddp) not in self._guarded:
-                self._guarded[id(ddp)] = ddp.register_forward_pre_hook(weakly(self._refuse_ddp))
-
-    def _unguard(self) -> None:
-        while self._guarded:
-            self._guarded.popitem()[1].remove()
-
-    def _refuse_ddp(self, ddp: Any, inputs: object) -> None:
-        if torch.is_grad_enabled() and ddp.require_backward_grad_sync and self.owner is not None:
-            self._engine.fail(ConfigError(_IN_DDP))
-
-    @untraced
-    def _arrived(self, index: int, p: torch.Tensor) -> None:
-        """A backward pass has added to a gradient."""
-        if self._replaced or self._owner() is None:
-            return
-        if self._is_first:
-            self._is_first = False
-            self._guard()
-        if self._left[index] <= 0:
-            raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally."
-            )
-        self.begun, self.averaged = True, False
-        self._left[index] -= 1
-        if self._left[index] == 0:
-            self._hand_over(index, p)
-
-    def _hand_over(self, index: int, p: torch.Tensor) -> None:
+    def hand_over(self, index: int, p: torch.Tensor) -> None:  # noqa: D102
         if absent := p.grad is None:
             p.grad = torch.zeros_like(p)  # frozen or unused on this rank in this step; the others may have used it
         gradient = p.grad
@@ -349,39 +331,10 @@ class Steps(StepWatch):
             gradient = gradient.to_dense()
         result = self._engine.submit(index, gradient, absent=absent)
         values = scattered_values(p.grad) if is_sharded(p.grad) else None
-        self._exchanged[index] = _Exchanged(p.grad, p.grad._version, result, values)
+        self._exchanged[index] = Exchanged(p.grad, p.grad._version, result, values)
 
-    def _require_unchanged(self, optimizer: torch.optim.Optimizer | None) -> None:
-        first = next(iter(self._exchanged), None)
-        # The scaler divides gradients without a new version.
-        if self._scaler and first is not None and optimizer and has_unscaled(self._scaler, optimizer):
-            self._fail_changed(first)
-        for index, p in enumerate(self._parameters):
-            gradient, before = p.grad, self._exchanged[index]
-            if gradient is None:
-                name = self._engine.names[index]
-                self._engine.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
-            changed = gradient._version != before.version
-            if changed and not gradient.is_sparse:  # parts of a buffer have one version
-                changed = gradient.untyped_storage().nbytes() <= gradient.nbytes
-            if before.values is not None:
-                now = scattered_values(gradient)
-                changed |= not torch.allclose(now, before.values, rtol=0.0, atol=0.0, equal_nan=True)
-            if changed or gradient is not before.gradient:
-                self._fail_changed(index)
-
-    def _fail_changed(self, index: int) -> NoReturn:
-        if ddp_over(self._parameters):  # built after the optimizer was wrapped, or after the first step
-            self._engine.fail(ConfigError(_IN_DDP), index)
-        self._engine.fail(LayoutError(CHANGED.format(self._engine.names[index])), index)
-
-
-def _refuse_copy(protocol: SupportsIndex) -> NoReturn:
-    """Neither ``copy`` nor ``pickle``; both look this up on the instance."""
-    raise TypeError(
-        "a DistributedOptimizer cannot be copied or pickled: the copy's gradients would not be averaged. Build a new "
-        "optimizer, wrap it, and hand it this one's state with load_state_dict(optimizer.state_dict())"
-    )
+    def fail(self, error: DGCError, index: int | None = None) -> NoReturn:  # noqa: D102
+        self._engine.fail(error, index)
 
 
 def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:

@@ -351,7 +351,7 @@ class StepWatch:
             self._scale_is_known, self.by_scaler = True, steps_by_scaler()
         self.before_update(closure is not None)
         if engine.error is None:  # which is on its way to the user already
-            self._refuse_strangers(optimizer)
+            refuse_strangers(optimizer, self._ids)
         if self.by_scaler and self.drives:
             self.by_scaler = False
             warn_of_unknown_scaler()
@@ -391,16 +391,25 @@ class StepWatch:
     def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         return not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"])
 
-    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        """No gradient is averaged of a parameter that was frozen or missing when the optimizer was wrapped."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) not in self._ids and p.requires_grad and p.grad is not None:
-                    raise LayoutError(
-                        f"a parameter of shape {tuple(p.shape)} was not there, or needed no gradient, when the "
-                        "compressor was built but has one now, which is not averaged: build a new optimizer and "
-                        "wrap it after adding or unfreezing parameters"
-                    )
+
+def refuse_strangers(optimizer: torch.optim.Optimizer, ids: set[int]) -> None:
+    """No gradient is averaged of a parameter that was frozen or missing when the optimizer was wrapped.
+
+    Args:
+        optimizer: that is about to step.
+        ids: of the parameters whose gradients are averaged.
+
+    Raises:
+        LayoutError: another parameter of the optimizer has a gradient.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in ids and p.requires_grad and p.grad is not None:
+                raise LayoutError(
+                    f"a parameter of shape {tuple(p.shape)} was not there, or needed no gradient, when the "
+                    "compressor was built but has one now, which is not averaged: build a new optimizer and "
+                    "wrap it after adding or unfreezing parameters"
+                )
 
 
 def _of(ids: set[int]) -> list[StepWatch]:

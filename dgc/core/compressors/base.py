@@ -23,7 +23,7 @@ from dgc.core.layout import Bucket
 from dgc.errors import WireError
 
 COMMON = (
-    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op seed "
+    "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op "
     "sparse_updates hierarchical"
 ).split()
 """Options of every compressor."""
@@ -120,7 +120,7 @@ class Algorithm(ABC):
     error_feedback: ClassVar[bool]
     """Whether what a message does not say stays in a residual."""
     unbiased: ClassVar[bool] = False
-    """Whether the expectation of what is decoded is what was encoded."""
+    """Whether the expectation of what is decoded is what was encoded; random numbers do that: it has ``seed``."""
     sends_entries: ClassVar[bool] = False
     """Whether messages hold some entries (:class:`SparseValues`); momentum factor masking is for those."""
     scheduled: ClassVar[bool] = False
@@ -153,6 +153,8 @@ class Algorithm(ABC):
             names += ["sparsity", "rampup_step"]
         if cls.coded:
             names += ["indices", "values"]
+        if cls.unbiased:
+            names.append("seed")
         return names
 
     @classmethod

@@ -72,7 +72,7 @@ class Coded(PerTensor):
 class OnebitOptions:
     """Options of ``onebit``."""
 
-    means: str = "column"
+    means: Literal["column", "row", "tensor"] = "column"
     """What shares a pair of means: a "column" of the matrix (first dimension x all others), a "row" of it, or the
     whole "tensor"."""
 
@@ -134,7 +134,7 @@ class Onebit(Coded):
 class QsgdOptions:
     """Options of ``qsgd``."""
 
-    bits: int = 4
+    bits: Literal[2, 4, 8] = 4
     """2, 4 or 8: s = 1, 7 or 127 levels of either sign."""
     bucket_size: int = 512
     """Elements that share a norm (the paper's bucket)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class DGC(_Selection):
     @classmethod
     def common_options(cls) -> list[str]:
         """All of :class:`~dgc.core.config.DGCConfig`, in its order."""
-        return [name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own")]
+        return [name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own", "seed")]
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class DGC(_Selection):
 class TopkOptions:
     """Options of ``topk``."""
 
-    threshold: str = "tensor"
+    threshold: Literal["tensor", "global"] = "tensor"
     """"tensor": the k largest entries of each tensor; "global": one threshold for all tensors."""
     headroom: float = 1.5
     """With a global threshold, room in a bucket's message for this many times the entries of an even share."""

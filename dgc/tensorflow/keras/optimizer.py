@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dgc.adapter.signatures import Compressing
 from dgc.core.config import brief
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, LEGACY, LEGACY_V2, Optimizer, family
@@ -20,7 +21,7 @@ def DistributedOptimizer(
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = None,
+    compression: Compressing = None,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp | None = None,
@@ -58,7 +59,7 @@ def load_model(
     filepath: str | os.PathLike[str],
     custom_optimizers: Iterable[type[Optimizer]] | None = None,
     custom_objects: Mapping[str, object] | None = None,
-    compression: Any = None,
+    compression: Compressing = None,
     legacy_opts: bool = False,
 ) -> Any:
     """Load a saved model, and make its optimizer distributed if it is none yet.

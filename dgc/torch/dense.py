@@ -1,0 +1,245 @@
+"""Dense training under torch.distributed: gradients are averaged as they are, or as float16.
+
+What ``Compression.none``, ``Compression.fp16`` and no ``compression=`` are without Horovod. A bucket of gradients is
+one allreduce of the job's own process group (NCCL, Gloo), which begins while the backward pass goes on; all ranks begin
+their buckets in the same order. An error on one rank alone ends the job, as with DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dgc.adapter.compression import Uncompressed
+from dgc.core.config import DEFAULT_BUCKET_BYTES, brief
+from dgc.errors import ConfigError, LayoutError, TransportError
+from dgc.torch.distributed import DistributedJob, require_own_shards
+from dgc.torch.passes import Exchanged, Passes
+from dgc.torch.step import only_makes_state, refuse_strangers, steps_by_scaler
+from dgc.torch.tensors import is_sharded, local, scattered_values
+from dgc.torch.untraced import untraced, weakly
+from dgc.transport.agreement import require_agreement
+
+
+def dense_type(compression: object) -> str:
+    """What a dense compression of ours or of Horovod's is called: "none" or "fp16".
+
+    Raises:
+        ConfigError: it is another one of Horovod's.
+    """
+    if compression is None or isinstance(compression, Uncompressed):
+        return "none" if compression is None else compression.name
+    horovods = getattr(sys.modules.get("horovod.torch"), "Compression", None)
+    for name in ("none", "fp16"):
+        if compression is getattr(horovods, name, None):
+            return name
+    raise ConfigError(
+        f"compression is {brief(compression)}, which needs Horovod: call hvd.init(), or under torchrun give one of "
+        "dgc.torch.Compression"
+    )
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters of one type and device, by index, whose gradients are added up by one collective."""
+
+    members: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    waiting: int = 0
+    """Gradients that are not handed over yet in this step."""
+    work: dist.Work | None = None
+    flat: torch.Tensor | None = None
+    """The gradients, and behind them for each whether there is one: their sum tells whether any rank has it."""
+
+
+def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: str, op: str) -> None:
+    """See that all ranks are about to average the same gradients. Collective.
+
+    Args:
+        named: (name, parameter) pairs of the optimizer.
+        job: the ranks, this one among them.
+        name: "none" or "fp16".
+        op: "average" or "sum".
+
+    Raises:
+        ConfigError: another rank has another compression or op, or a part of the parameters is sharded.
+        LayoutError: ranks have other parameters.
+    """
+    require_own_shards(named, job)
+    transport = job.make_transport()
+    try:
+        require_agreement(transport, {"algorithm": name, "op": op}, "options of the compressor")
+        shown = {n: f"{tuple(local(p).shape)} {p.dtype}" for n, p in named if p.requires_grad}
+        require_agreement(transport, shown, "parameters", LayoutError)
+    finally:
+        transport.close()
+
+
+class DenseSteps(Passes):
+    """Averages one optimizer's gradients over the ranks of a process group before each step."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, torch.Tensor]],
+        job: DistributedJob,
+        half: bool,
+        average: bool,
+        sparse_as_dense: bool,
+    ) -> None:
+        """Register hooks, after :func:`agree`.
+
+        Args:
+            optimizer: that owns the parameters, and keeps this object alive; its ``backward_passes_per_step`` is read.
+            named: its (name, parameter) pairs.
+            job: the ranks, this one among them.
+            half: send float16.
+            average: over the ranks, instead of a sum.
+            sparse_as_dense: make sparse gradients dense.
+        """
+        # The last parameters' gradients are there first.
+        trained = {id(p): (n, p) for n, p in reversed(named) if p.requires_grad}
+        names, parameters = [n for n, _ in trained.values()], [p for _, p in trained.values()]
+        self._group, self._divisor = job.members, job.size if average else 1
+        self._half, self._sparse_as_dense = half, sparse_as_dense
+        self._buckets = _buckets_of(parameters)
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
+        self._owner = weakref.ref(optimizer)
+        self.count_passes(parameters, names)
+        # The public way to give a class's step() torch's hooks again, where a script has replaced it since.
+        torch.optim.Optimizer.__setstate__(optimizer, {})
+        hooks = [p.register_post_accumulate_grad_hook(weakly(self.arrived, i)) for i, p in enumerate(parameters)]
+        hooks.append(optimizer.register_step_pre_hook(weakly(self._before_step)))
+        hooks.append(optimizer.register_step_post_hook(weakly(self._after_step)))
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
+
+    # -- Horovod's methods -----------------------------------------------------------------------------------------
+
+    @untraced
+    def synchronize(self) -> None:
+        """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
+
+        Raises:
+            ConfigError: another optimizer over these parameters was wrapped since, or a gradient is sparse.
+            LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
+            TransportError: a collective failed.
+        """
+        self.require_in_use()
+        if self.averaged:
+            return
+        for i, p in enumerate(self._parameters):
+            if i not in self._exchanged:
+                self.hand_over(i, p)
+        self.require_unchanged()
+        for bucket in self._buckets:
+            self._deliver(bucket)
+        self.begin_anew()
+        self.averaged = True
+
+    # -- around the optimizer's step ---------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        exchanging = self.first_exchanging()
+        if self._skipping:
+            if exchanging is not None:
+                raise LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first")
+        elif self.begun or (closure is None and not only_makes_state(optimizer, self._parameters)):
+            if exchanging is not None and steps_by_scaler():
+                self.fail_changed(exchanging)  # it has divided gradients by its scale
+            vars(optimizer)["synchronize"]()
+        refuse_strangers(optimizer, set(map(id, self._parameters)))
+        if closure is None:
+            return None
+
+        @untraced
+        def followed() -> Any:
+            loss = closure()
+            if self.begun:
+                vars(optimizer)["synchronize"]()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": followed}
+        return (args[0], followed, *args[2:]), kwargs
+
+    def _after_step(self, *_: object) -> None:
+        self.averaged = False
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:  # noqa: D102
+        super().begin_anew()
+        self._begun_buckets = 0
+        self._absent: set[int] = set()  # parameters without a gradient on this rank
+        for bucket in self._buckets:
+            bucket.waiting, bucket.work, bucket.flat = len(bucket.members), None, None
+
+    def hand_over(self, index: int, p: torch.Tensor) -> None:  # noqa: D102
+        if p.grad is None:
+            self._absent.add(index)
+            p.grad = torch.zeros_like(p)
+        if p.grad.is_sparse:
+            if not self._sparse_as_dense:
+                raise ConfigError(
+                    f"{self._names[index]!r} has sparse gradients: give sparse_as_dense=True to "
+                    "dgc.torch.DistributedOptimizer, or build the embedding with sparse=False"
+                )
+            p.grad = p.grad.to_dense()
+        values = scattered_values(p.grad) if is_sharded(p.grad) else None
+        self._exchanged[index] = Exchanged(p.grad, p.grad._version, p.grad, values)
+        self._bucket_of[index].waiting -= 1
+        while self._begun_buckets < len(self._buckets) and not self._buckets[self._begun_buckets].waiting:
+            self._begin(self._buckets[self._begun_buckets])
+            self._begun_buckets += 1
+
+    def _begin(self, bucket: _Bucket) -> None:
+        """Begin the sum of a bucket, in the order of buckets."""
+        gradients = [local(self._exchanged[i].gradient).detach().reshape(-1) for i in bucket.members]
+        present = torch.ones(len(gradients), dtype=gradients[0].dtype, device=gradients[0].device)
+        for place, i in enumerate(bucket.members):
+            if i in self._absent:
+                present[place] = 0
+        flat = torch.cat([*gradients, present])
+        bucket.flat = (flat.half() if self._half else flat).div_(self._divisor)
+        try:
+            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise TransportError(f"a collective of torch.distributed failed: {error}") from error
+
+    def _deliver(self, bucket: _Bucket) -> None:
+        """Wait for a bucket's sums; a parameter that has no gradient on any rank keeps none, as under DDP."""
+        assert bucket.flat is not None
+        assert bucket.work is not None
+        try:
+            bucket.work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"a collective of torch.distributed failed: {error}") from error
+        gradients = [self._exchanged[i].gradient for i in bucket.members]
+        *sums, present = bucket.flat.split([*(local(g).numel() for g in gradients), len(gradients)])
+        for place, (i, gradient, total) in enumerate(zip(bucket.members, gradients, sums, strict=True)):
+            if i in self._absent and not present[place]:
+                self._parameters[i].grad = None
+            else:
+                local(gradient).copy_(total.view(local(gradient).shape))
+
+
+def _buckets_of(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
+    """Parameters of one type and device, in their order, of about 25 MiB."""
+    buckets: list[_Bucket] = []
+    latest: dict[object, _Bucket] = {}
+    for index, p in enumerate(parameters):
+        kind, size = (p.dtype, p.device), local(p).nbytes
+        if kind not in latest or latest[kind].nbytes + size > DEFAULT_BUCKET_BYTES:
+            latest[kind] = _Bucket()
+            buckets.append(latest[kind])
+        latest[kind].members.append(index)
+        latest[kind].nbytes += size
+    return buckets
