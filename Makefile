@@ -76,7 +76,7 @@ $(TRAINS): pyproject.toml constraints.txt dgc/build_horovod.py
 	@echo "[3/5] Horovod, from the cache or compiled now (about 5 minutes on two cores)"
 	$(BIN)/python -m dgc build-horovod --install
 	@echo "[4/5] check, and compile the CPU kernels into Numba's cache (about a minute, once)"
-	@$(BIN)/python tools/compile_kernels.py
+	@$(BIN)/python -m dgc compile
 	@$(BIN)/python -c 'import dgc, mpi4py, horovod; print("dgc and Horovod", horovod.__version__, "are ready in .venv")'
 	@touch $@
 

@@ -28,7 +28,7 @@ def pytest_runtestloop(session):
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
-            [sys.executable, str(REPOSITORY / "tools" / "compile_kernels.py")],
+            [sys.executable, "-m", "dgc", "compile"],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -1,4 +1,4 @@
-"""``python -m dgc``: what there is, and a Horovod to use it with."""
+"""``dgc``, or ``python -m dgc``: what there is, and a Horovod to use it with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m dgc", description="Gradient compression")
+    name = os.path.basename(sys.argv[0])
+    parser = argparse.ArgumentParser(
+        prog="dgc" if name == "dgc" else "python -m dgc", description="Gradient compression"
+    )
     parser.add_argument("--version", action="version", version=f"horovod-dgc {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     summary = "list all compressors: bits, error feedback, unbiased, source"
@@ -27,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_arguments(
         commands.add_parser("doctor", help=doctor.SUMMARY, description=f"{doctor.SUMMARY.capitalize()}.")
     )
+    summary = "compile all kernels into the cache, for the image of a container or before a first start"
+    commands.add_parser("compile", help=summary, description=f"{summary.capitalize()}.").set_defaults(run=compile_all)
     bench = commands.add_parser("bench", help="say what a step's exchange costs in this job, and which option to set")
     bench.add_argument("--parameters", type=int, default=25_000_000, help="of the model (default: %(default)s)")
     bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model, instead of --parameters")
@@ -46,6 +51,14 @@ def measure_job(arguments: argparse.Namespace) -> int:
     from dgc.adapter import bench
 
     return bench.run(arguments, _connect)
+
+
+def compile_all(arguments: argparse.Namespace) -> int:
+    """Compile all kernels, and say where they are kept."""
+    from dgc.adapter.rehearsal import compile_all
+
+    sys.stdout.write(f"the kernels for this processor are in {compile_all()}\n")
+    return 0
 
 
 _LAUNCHED = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID")

@@ -90,7 +90,7 @@ def main() -> int:
     """Run what the arguments select; returns the exit status."""
     arguments = sys.argv[1:]
     selection = arguments.pop(0) if arguments[:1] and arguments[0] in SELECTIONS else "--once"
-    compiling = [sys.executable, str(REPOSITORY / "tools" / "compile_kernels.py")]
+    compiling = [sys.executable, "-m", "dgc", "compile"]
     subprocess.run(compiling, cwd=REPOSITORY, check=False)
     environment = {**os.environ, "DGC_KERNELS_COMPILED": "1"}  # so that no lane does it again
     # A hundred ranks import the package: let them read it compiled.

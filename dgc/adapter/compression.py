@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from dgc.adapter.compressor import CompressorBase
@@ -82,13 +83,54 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
         """Make a compressor from (algorithm, tensors, optimizer) and options."""
         raise NotImplementedError
 
+    def from_dict(self, options: Mapping[str, Any]) -> Compressor | Uncompressed:
+        """Make what a file of settings names: ``{"name": "dgc", "sparsity": 0.999}``.
+
+        Args:
+            options: the constructor under "name", and its options. Numbers, true, false and null may be texts, as YAML
+                reads ``1e-4``.
+
+        Raises:
+            TypeError: an unknown option; the message lists the valid ones.
+            ConfigError: no name, an unknown one, or an option out of range.
+        """
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f'options are {brief(options)}; give a mapping such as {{"name": "dgc", "sparsity": 0.999}}'
+            )
+        given = {key: value if key in ("include", "exclude") else read(value) for key, value in options.items()}
+        name = given.pop("name", "")
+        if name in ("none", "fp16"):
+            if given:
+                raise TypeError(f"Compression.{name} has no options, and got {', '.join(given)}")
+            uncompressed: Uncompressed = getattr(self, name)
+            return uncompressed
+        compressor_class(name)
+        made: Compressor = getattr(self, name)(**given)
+        return made
+
     if not TYPE_CHECKING:  # a type checker knows the names that are not there
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             return constructor(name, self, self._make)
 
     def __dir__(self) -> list[str]:
-        return ["none", "fp16", *compressor_names()]
+        return ["none", "fp16", "from_dict", *compressor_names()]
+
+
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def read(value: Any) -> Any:
+    """A number, true, false or null that is given as a text, also inside a list; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [read(each) for each in value]
+    if not isinstance(value, str) or value.lower() in _WORDS:
+        return _WORDS[value.lower()] if isinstance(value, str) else value
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:

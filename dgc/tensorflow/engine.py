@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.engine import EngineBase, warn_of_unmatched
+from dgc.adapter.rehearsal import compiled
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import Hyper
@@ -71,7 +72,8 @@ class Group:
         """
         self.indices = tuple(indices)
         self.names = [p.name for p in layout.parameters]
-        self.exchange = Exchange(layout, config, transport, choose_kernels("cpu"), loss_scale=loss_scale)
+        kernels = compiled(config, lambda: choose_kernels("cpu"), lambda chosen: chosen)
+        self.exchange = Exchange(layout, config, transport, kernels, loss_scale=loss_scale)
         shapes = [p.shape for p in layout.parameters]
         wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
         self._pool = ResultPool(shapes, wide)

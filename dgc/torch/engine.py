@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dgc.adapter.engine import EngineBase
+from dgc.adapter.rehearsal import compiled
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
@@ -80,7 +81,10 @@ class Engine(EngineBase):
             self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
             self._memory = Places(self.names, self.parameters)
             self._loss_scale = loss_scale
-            self._tensors = tensors_for(self.parameters, None if runs_on_devices(config) else config.algorithm)
+            host_only = None if runs_on_devices(config) else config.algorithm
+            self._tensors = compiled(
+                config, lambda: tensors_for(self.parameters, host_only), lambda tensors: tensors.kernels
+            )
             self._open_exchange()
             share = config.own_share(self.between.size)
             self.adoption = Adoption(

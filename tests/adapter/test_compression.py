@@ -52,10 +52,53 @@ def test_all_constructors_are_listed_and_there():
     made = Made(FakeHorovod())
     listed = dir(made)
     assert {"none", "fp16", "dgc", "topk"} <= set(listed)
-    for name in set(listed) - {"none", "fp16"}:
+    for name in set(listed) - {"none", "fp16", "from_dict"}:
         assert getattr(made, name)("tensors", op="sum") == (name, "tensors", None, {"op": "sum"})
     with pytest.raises(AttributeError, match="Compression has no 'topc'; it has none, fp16, "):
         _ = made.topc
+
+
+def test_settings_of_a_file():
+    made = Made(FakeHorovod())
+    settings = {
+        "name": "dgc",
+        "sparsity": ["0.75", 0.999],
+        "rampup_step": "500",
+        "momentum": "null",
+        "momentum_masking": "False",
+        "weight_decay": "1e-4",
+        "exclude": ["*.bias", "3"],
+        "hierarchical": "auto",
+    }
+    name, tensors, optimizer, options = made.from_dict(settings)
+    assert (name, tensors, optimizer) == ("dgc", None, None)
+    assert options == {
+        "sparsity": [0.75, 0.999],
+        "rampup_step": 500,
+        "momentum": None,
+        "momentum_masking": False,
+        "weight_decay": 1e-4,
+        "exclude": ["*.bias", "3"],
+        "hierarchical": "auto",
+    }
+    assert CompressorBase(options).config.sparsity == (0.75, 0.999)
+    assert made.from_dict({"name": "none"}) is made.none
+    assert made.from_dict({"name": "fp16"}) is made.fp16
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"name": "fp16", "sparsity": 1}, TypeError, r"Compression\.fp16 has no options"),
+        ({"sparsity": 0.9}, ConfigError, "there is no compressor ''; choose one of dgc, "),
+        ({"name": "powersgd"}, ConfigError, "there is no compressor 'powersgd'"),
+        ({"name": ["dgc"]}, ConfigError, r"there is no compressor \['dgc'\]"),
+        ("dgc", ConfigError, "options are 'dgc'; give a mapping"),
+    ],
+)
+def test_settings_that_name_nothing(settings, error, match):
+    with pytest.raises(error, match=match):
+        Made(FakeHorovod()).from_dict(settings)
 
 
 def test_what_is_given_to_compress():

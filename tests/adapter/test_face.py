@@ -26,7 +26,7 @@ print(json.dumps(dict(
     compression=sorted(dir(dgc.Compression)),
     options=inspect.getdoc(dgc.Compression.dgc),
     compressor=names,
-    constructors={{n: arguments(getattr(dgc.Compression, n)) for n in set(dir(dgc.Compression)) - {{"none", "fp16"}}}},
+    constructors={{n: arguments(f) for n in dir(dgc.Compression) if callable(f := getattr(dgc.Compression, n))}},
     signatures={{n: arguments(getattr(compressor, n)) for n in names if callable(getattr(compressor, n))}},
     constructor=arguments(compressor),
     momentum=arguments(dgc.DGCMomentum),

@@ -64,7 +64,7 @@ def register(algorithm: type[Algorithm], *, numbers: range = FREE_NUMBERS) -> ty
     """
     taken = {other.name: other.number for other in _BY_NAME.values()}
     name, number = algorithm.name, algorithm.number
-    require_unused("compressor", name, number, numbers=numbers, reserved=("none", "fp16"), taken=taken)
+    require_unused("compressor", name, number, numbers=numbers, reserved=("none", "fp16", "from_dict"), taken=taken)
     _BY_NAME[algorithm.name] = algorithm
     return algorithm
 
@@ -84,7 +84,7 @@ def compressor_class(name: str) -> type[Algorithm]:
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    if name not in _BY_NAME:
+    if not isinstance(name, str) or name not in _BY_NAME:
         raise ConfigError(f"there is no compressor {name!r}; choose one of {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 

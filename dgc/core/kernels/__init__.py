@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 
 import numpy as np
 
@@ -15,8 +14,6 @@ from dgc.errors import ConfigError
 logger = logging.getLogger("dgc")
 
 DEVICES = ("cpu", "gpu")
-SLOW_WARM_UP = 3.0
-"""Seconds of compiling that are worth a line in the log."""
 
 
 @functools.cache
@@ -40,15 +37,12 @@ def choose_kernels(device: str = "cpu") -> Kernels:
 
 
 def _cpu_kernels() -> Kernels:
+    from dgc.core.kernels.compile import compiling
     from dgc.core.kernels.cpu import NumbaKernels
 
     kernels = NumbaKernels()
-    start = time.perf_counter()
-    kernels.warm_up()
-    _try_out(kernels)
-    seconds = time.perf_counter() - start
-    if seconds > SLOW_WARM_UP:
-        logger.info("compiling the kernels took %.0f s; they are kept for the next start", seconds)
+    with compiling("cpu"):
+        _try_out(kernels)
     return kernels
 
 

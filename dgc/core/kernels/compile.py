@@ -5,15 +5,19 @@ Imports Numba; only modules that are loaded on first use may import this one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from filelock import FileLock, Timeout
 from llvmlite import binding
 
 SOURCES = ("compile", "cpu", "simd", "sweep", "threads", "threshold")
@@ -21,6 +25,9 @@ SOURCES = ("compile", "cpu", "simd", "sweep", "threads", "threshold")
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+"""Of all that is compiled: no pointer to a C function of each kernel, which nobody takes and which costs time."""
 
 
 @cache
@@ -66,6 +73,61 @@ def usable(directory: str) -> bool:
         return False
 
 
+logger = logging.getLogger("dgc")
+
+PATIENCE = 600.0
+"""Seconds that a process waits for another one to compile, before it compiles as well."""
+
+_within = threading.local()
+
+
+@contextlib.contextmanager
+def compiling(what: str, own: str | None = None) -> Iterator[None]:
+    """Inside, kernels are called for the first time: of the processes of a host, one compiles and the others wait.
+
+    That one says so in the log, as a warning, before it begins. Where all of it was compiled before, nothing waits and
+    nothing is said. Within another one of the same thread it does nothing.
+
+    Args:
+        what: names what is compiled inside; with the same name always the same.
+        own: the file of kernels that call nothing outside it, if any are compiled as well.
+    """
+    directory = cache_directory()
+    done = Path(directory) / f"compiled-{Path(cache_directory(own)).name}-{what}"
+    if not usable(directory) or done.exists():
+        yield
+        return
+    if getattr(_within, "inside", False):
+        yield
+        _touch(done)
+        return
+    lock = FileLock(Path(directory) / "compiling.lock")
+    with contextlib.ExitStack() as held:
+        # A file system without locks, or a process that hangs: compiling twice does no harm.
+        with contextlib.suppress(OSError, NotImplementedError, Timeout):
+            held.enter_context(lock.acquire(timeout=PATIENCE))
+        if done.exists():
+            held.close()
+            yield
+            return
+        logger.warning(
+            "dgc compiles its kernels for this processor, once, which takes up to half a minute, and keeps them in %s "
+            "(python -m dgc compile does it beforehand)",
+            directory,
+        )
+        _within.inside = True
+        try:
+            yield
+        finally:
+            _within.inside = False
+        _touch(done)
+
+
+def _touch(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.touch()
+
+
 def is_trusted(path: Path) -> bool:
     """Whether this user, or root, owns the folder or file, so that its content is theirs."""
     return path.stat().st_uid in (os.getuid(), 0)
@@ -80,14 +142,14 @@ def entry(own: str | None = None) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         if not usable(cache_directory(own)):
-            return helper(function)
+            return cast(F, numba.njit(**_OPTIONS)(function))
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = cache_directory(own)
         try:
-            return cast(F, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
+            return cast(F, numba.njit(**_OPTIONS, cache=True)(function))
         except RuntimeError:
             # No directory can be written: kernels are compiled anew in each process.
-            return helper(function)
+            return cast(F, numba.njit(**_OPTIONS)(function))
         finally:
             numba.config.CACHE_DIR = before
 
@@ -96,4 +158,4 @@ def entry(own: str | None = None) -> Callable[[F], F]:
 
 def helper(function: F) -> F:
     """Decorate a function that only kernels call; it is compiled into them."""
-    return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+    return cast(F, numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function))

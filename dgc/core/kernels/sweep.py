@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Sequence
 from ctypes import addressof, c_char
+from typing import Any
 
 import numpy as np
 from numba import carray, types
@@ -410,6 +411,12 @@ for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.lear
     register_jitable(_rule)
 
 
+@helper
+def _learn(row, k, used, count, kth):
+    """The rule as one compiled function, which would otherwise be compiled once for kernels and once for helpers."""
+    rules.learn(row, k, used, count, kth)
+
+
 @entry()
 def prepare(integers, reals, thresholds, selecting):
     """Fill the columns of the work tables that depend on the thresholds.
@@ -471,7 +478,7 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
     length, used = integers[s, LENGTH], reals[s, USED]
     first = integers[s, FIRST_CHUNK]
     last = first + (length + CHUNK - 1) // CHUNK
-    total = 0
+    total: Any = np.int64(0)  # a plain 0 would be a type of its own, for which what is called is compiled once more
     for c in range(first, last):
         if counts[c] < 0:
             return UNFINISHED
@@ -492,7 +499,7 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
                 positions, values, bits, starts, counts, first, last, kth_bits, ties, k, out_positions, out_values,
                 integers[s, OUT],
             )  # fmt: skip
-    rules.learn(thresholds[s], k, used, total, kth)
+    _learn(thresholds[s], k, used, total, kth)
     return min(total, k)
 
 
@@ -648,7 +655,8 @@ def _tally(v, bits, low, high, shift, bins):
 @helper
 def _kth_key_of_all(v, bits, k, bins):
     """The k-th largest key, and how many entries of just that key are among the k largest; more than k are not 0."""
-    low, high, wanted = 0, MAGNITUDE, k
+    low: Any = np.int64(0)
+    high, wanted = MAGNITUDE, k
     while low < high:
         shift = 0
         while (high - low) >> shift >= BINS:
@@ -700,7 +708,7 @@ def select_whole(
         start, k, out = integers[s, OFFSET], integers[s, ENTRIES], integers[s, OUT]
         # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
         own, bits = v[start : start + integers[s, LENGTH]], all_bits[start : start + integers[s, LENGTH]]
-        nonzero = _count(own, bits, 1)
+        nonzero = _count(own, bits, np.int64(1))
         key, ties, kth, reached = 0, 0, 0.0, 0
         if nonzero > k:
             key, ties = _kth_key_of_all(own, bits, k, bins)
@@ -708,7 +716,7 @@ def select_whole(
             reached = _count(own, bits, key_of(rules.WIDER * kth, like))
         taken[s] = min(k, nonzero)
         _write(own, bits, key, ties, start, out_positions[out : out + taken[s]], out_values[out : out + taken[s]])
-        rules.learn(thresholds[s], k, rules.WIDER * kth, reached, kth)
+        _learn(thresholds[s], k, rules.WIDER * kth, reached, kth)
         fetch_add(progress, 1, 1)
 
 

@@ -1,0 +1,103 @@
+"""Before the first step: whatever it would compile is compiled by steps of small tensors, thrown away afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from dgc.core.codecs import index_codec_names, value_codec_names
+from dgc.core.compressors import OWN_NUMBERS, compressor_class, compressor_names, make_config
+from dgc.core.config import DGCConfig
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.layout import Parameter, make_layout
+from dgc.core.transport import Transport
+from dgc.transport.local import run_ranks
+
+Chosen = TypeVar("Chosen")
+
+_SHAPES = {"matrix": (400, 400), "small": (64,)}
+"""Of the tensors; the first is large enough for several threads."""
+_STEPS = 3  # the first one may be dense, the second has no thresholds yet
+
+_rehearsed: set[DGCConfig] = set()
+
+
+def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callable[[Chosen], Kernels]) -> Chosen:
+    """Choose kernels, and compile what steps with these options need. Local: no communication.
+
+    One process of a host compiles, the others wait for it; see :func:`dgc.core.kernels.compile.compiling`.
+
+    Args:
+        config: the options.
+        choose: makes what has the kernels, which compiles them.
+        kernels_of: those.
+
+    Returns:
+        What ``choose`` has returned.
+    """
+    from dgc.core import loops  # which loads Numba
+    from dgc.core.kernels.compile import compiling
+
+    small = _of_small_tensors(config)
+    clips = "" if config.local_grad_clip_norm is None else "-clip"
+    name = f"{config.algorithm}-{config.indices}-{config.values}-{config.small}{clips}"
+    with compiling(name, loops.__file__):
+        chosen = choose()
+        kernels = kernels_of(chosen)
+        # A compressor of somebody else is not called before the first step.
+        if small not in _rehearsed and compressor_class(config.algorithm).number in OWN_NUMBERS:
+            _rehearse(small, ReferenceKernels() if kernels.on_device else kernels)
+            _rehearsed.add(small)
+    return chosen
+
+
+def _of_small_tensors(config: DGCConfig) -> DGCConfig:
+    """The options for :data:`_SHAPES`, with all that a longer training comes to in its first steps."""
+    return dataclasses.replace(
+        config,
+        momentum=config.momentum or 0.9,
+        min_numel=1024,
+        include=(),
+        exclude=(),
+        bucket_bytes=2**30,
+        hierarchical=False,
+        rampup_begin_step=min(config.rampup_begin_step, 1),
+    )
+
+
+def _rehearse(config: DGCConfig, kernels: Kernels) -> None:
+    """Steps of two ranks."""
+    layout = make_layout([Parameter(name, shape, "float32") for name, shape in _SHAPES.items()], config)
+
+    def one_rank(transport: Transport) -> None:
+        exchange = Exchange(layout, config, transport, kernels)
+        try:
+            for _ in range(_STEPS):
+                for index, parameter in enumerate(layout.parameters):
+                    gradient = np.sin(np.arange(parameter.numel, dtype=np.float32))
+                    exchange.submit(index, gradient, np.empty_like(gradient))
+                exchange.finish()
+                exchange.applied()
+        finally:
+            exchange.close()
+
+    run_ranks(2, one_rank, timeout=3600.0)
+
+
+def compile_all() -> str:
+    """Compile what every compressor and codec of this package needs, with default options; returns where it is kept."""
+    from dgc.core.kernels import choose_kernels
+    from dgc.core.kernels.compile import cache_directory
+
+    cases: list[tuple[str, dict[str, object]]] = [(name, {}) for name in compressor_names()]
+    cases += [("qsgd", {"norm": "max"}), ("dgc", {"local_grad_clip_norm": 1.0})]
+    cases += [("dgc", {"indices": name}) for name in index_codec_names()]
+    cases += [("dgc", {"values": name, "small": name}) for name in value_codec_names()]
+    for name, options in cases:
+        compiled(make_config(options, algorithm=name), lambda: choose_kernels("cpu"), lambda kernels: kernels)
+    return cache_directory()

@@ -1,0 +1,97 @@
+"""Whatever a step calls is compiled before the first one, by one process of a host, which says so."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from kernel_tools import run_script
+from numba.core.dispatcher import Dispatcher
+
+from dgc.adapter.rehearsal import compiled
+from dgc.core import loops
+from dgc.core.compressors import make_config
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.kernels import choose_kernels, cpu, entries, sweep, threads
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.layout import Parameter, make_layout
+from dgc.transport.local import run_ranks
+
+CASES = [
+    ("dgc", {}),
+    ("dgc", {"momentum": 0.9, "rampup_begin_step": 2, "sparsity": [0.5, 0.9], "rampup_step": 2}),
+    ("dgc", {"local_grad_clip_norm": 1.0, "clip_scope": "global", "values": "int8", "small": "float16"}),
+    ("topk", {"threshold": "global", "indices": "uint16", "values": "float16"}),
+    ("strom", {"threshold": 0.5}),
+    ("onebit", {}),
+    ("qsgd", {}),
+    ("terngrad", {}),
+]
+
+
+def in_use():
+    """By kernel, how many kinds of arguments it was compiled for, or loaded."""
+    found = {}
+    for module in (cpu, entries, loops, sweep, threads):
+        for name, value in vars(module).items():
+            if isinstance(value, Dispatcher):
+                found[f"{value.__module__}.{name}"] = len(value.signatures)
+    return found
+
+
+def three_steps(transport, config, kernels):
+    parameters = [Parameter("w", (600, 500), "float32"), Parameter("b", (500,), "float32")]
+    exchange = Exchange(make_layout(parameters, config), config, transport, kernels)
+    for step in range(4):
+        for i, p in enumerate(parameters):
+            gradient = np.cos(np.arange(p.numel, dtype=np.float32) * (1 + step + transport.rank))
+            exchange.submit(i, gradient, np.empty_like(gradient))
+        exchange.finish()
+        exchange.applied()
+    exchange.close()
+
+
+@pytest.mark.parametrize(("algorithm", "options"), CASES)
+def test_no_step_compiles_or_loads_anything(algorithm, options):
+    config = make_config(options, algorithm=algorithm)
+    kernels = compiled(config, lambda: NumbaKernels(2), lambda made: made)
+    before = in_use()
+    run_ranks(2, three_steps, config, kernels)
+    assert in_use() == before
+
+
+def test_rehearsals_leave_a_used_compressor_alone():
+    kernels = choose_kernels("cpu")
+    config = make_config({"exclude": "*", "include": "w", "hierarchical": "auto", "min_numel": 10**9})
+    assert compiled(config, lambda: kernels, lambda made: made) is kernels
+
+
+COUNTING = """
+    from numba.core import event
+    from numba.core.dispatcher import Dispatcher
+    from dgc.adapter.rehearsal import compiled
+    from dgc.core import loops
+    from dgc.core.compressors import make_config
+    from dgc.core.kernels import choose_kernels
+    compiled(make_config({}), lambda: choose_kernels("cpu"), lambda kernels: kernels)
+    from dgc.core.kernels import cpu, entries, sweep, threads
+    kernels = [v for m in (cpu, entries, loops, sweep, threads) for v in vars(m).values() if isinstance(v, Dispatcher)]
+    kernels = {id(k): k for k in kernels if hasattr(k.stats, "cache_misses")}.values()
+    print(sum(sum(k.stats.cache_misses.values()) for k in kernels))
+    print(sum(sum(k.stats.cache_hits.values()) for k in kernels), len(cpu.tile_sums.signatures))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_one_process_compiles_and_says_so_the_others_wait(tmp_path):
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    with ThreadPoolExecutor(3) as pool:
+        several = list(pool.map(lambda _: run_script(COUNTING, **cache), range(3)))
+    several.append(run_script(COUNTING, **cache))
+    assert [d.returncode for d in several] == [0] * 4, [d.stderr for d in several]
+    misses = sorted(int(d.stdout.split()[0]) for d in several)
+    assert misses[:3] == [0, 0, 0], "compiled again what another one had compiled"
+    assert misses[3] > 15
+    assert [d.stderr.count("dgc compiles its kernels") for d in several].count(0) == 3
+    assert all(str(tmp_path) in d.stderr for d in several if d.stderr)
+    assert {d.stdout.split()[2] for d in several} == {"0"}, "nobody clips"
