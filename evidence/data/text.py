@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from evidence.data.cache import build_once, load
-from evidence.data.lzw import decompress
 
 BIBLE = Path("/usr/lib/bible.data")
 PACKAGE = "bible-kjv-text"
@@ -110,7 +109,23 @@ def read_bible(data: bytes) -> str:
         raise ValueError("no file of the Bible Retrieval System, version EC02")
     count = struct.unpack_from(">I", data, 88)[0]
     begins = [*struct.unpack_from(f">{count}I", data, 92), len(data)]
-    return b"".join(decompress(data[a:b]) for a, b in itertools.pairwise(begins)).decode("latin-1")
+    return b"".join(_expanded(data[a:b]) for a, b in itertools.pairwise(begins)).decode("latin-1")
+
+
+_COMPRESS = bytes([0x1F, 0x9D, 0x80 | 16])
+"""The header of a file of the program ``compress``: codes of up to 16 bits, of which 256 empties the table."""
+
+
+def _expanded(codes: bytes) -> bytes:
+    """What ``compress`` has written without its header; Python's standard library cannot read it, and gzip can.
+
+    Raises:
+        ValueError: the codes are damaged.
+    """
+    done = subprocess.run(["gzip", "-dc"], input=_COMPRESS + codes, capture_output=True, check=False)
+    if done.returncode:
+        raise ValueError(f"a part of the text cannot be read: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
 
 
 def _chapters(text: str) -> Iterator[list[str]]:

@@ -13,7 +13,8 @@ import pytest
 from evidence.application import EvidenceError
 from evidence.data import cache, images, text
 from evidence.data.augment import shifted
-from evidence.data.lzw import CLEAR, MOST_BITS, decompress
+
+MOST_BITS = 16
 
 
 def compress(data: bytes) -> bytes:
@@ -50,17 +51,12 @@ def compress(data: bytes) -> bytes:
 @pytest.mark.parametrize("size", [0, 1, 100, 5000, 60_000])
 def test_what_was_compressed_is_read_back(size):
     data = bytes(np.random.default_rng(size).integers(97, 105, size, dtype=np.uint8))
-    assert decompress(compress(data)) == data
+    assert text._expanded(compress(data)) == data
 
 
-def test_an_emptied_table_and_a_code_that_nobody_writes():
-    # Eight codes of 9 bits are a group; what is left of it after CLEAR is skipped.
-    first = sum(code << (9 * i) for i, code in enumerate([97, 98, CLEAR])).to_bytes(9, "little")
-    assert (
-        decompress(first + sum(code << (9 * i) for i, code in enumerate([99, 257])).to_bytes(3, "little")) == b"abccc"
-    )
-    with pytest.raises(ValueError, match="code 300"):
-        decompress((97 | 300 << 9).to_bytes(3, "little"))
+def test_codes_that_nobody_writes():
+    with pytest.raises(ValueError, match="cannot be read"):
+        text._expanded((97 | 300 << 9).to_bytes(3, "little"))
 
 
 def test_a_text_in_windows_becomes_chapters_of_words():
