@@ -137,7 +137,7 @@ class Alone:
 
     def __init__(self, case, shapes=None, seed=0):
         config = make_config(
-            {"min_numel": 0, "include": "*", "seed": seed, "bucket_bytes": 2**30, **case.options}, algorithm=case.name
+            {"min_numel": 0, "include": "*", "bucket_bytes": 2**30, **case.options}, algorithm=case.name
         )
         layout = make_layout(specs(shapes), config)
         assert len(layout.buckets) == 1

@@ -90,8 +90,8 @@ class FeedbackOptions(CommonOptions, total=False):
 class EntryOptions(FeedbackOptions, total=False):
     """Options of compressors that send some entries."""
 
-    momentum_masking: bool
-    """Set the momentum of an entry to 0 when the entry is sent."""
+    momentum_masking: bool | None
+    """Set the momentum of an entry to 0 when the entry is sent; None: unless ``steps`` is given with an SGD."""
 
 
 def refused_uncalled(make: Function) -> Function:
@@ -139,7 +139,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         momentum: float | None = None,
         nesterov: bool | None = None,
         weight_decay: float | None = None,
-        momentum_masking: bool = True,
+        momentum_masking: bool | None = None,
         local_grad_clip_norm: float | None = None,
         clip_scope: Literal["tensor", "global"] = "tensor",
         min_numel: int = 1024,
@@ -171,7 +171,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
                 take.
             nesterov: Whether that momentum is Nesterov's; None takes it over from the optimizer.
             weight_decay: This number times the parameter is added to its gradient; None takes the optimizer's over.
-            momentum_masking: Set the momentum of an entry to 0 when the entry is sent.
+            momentum_masking: Set the momentum of an entry to 0 when the entry is sent; None: unless ``steps`` is given
+                with an SGD.
             local_grad_clip_norm: Scale each rank's gradient to an L2 norm of at most this number times the square root
                 of the number of ranks.
             clip_scope: What has one norm: each compressed tensor, or all gradients together, also before

@@ -656,7 +656,8 @@ def _tally(v, bits, low, high, shift, bins):
 def _kth_key_of_all(v, bits, k, bins):
     """The k-th largest key, and how many entries of just that key are among the k largest; more than k are not 0."""
     low: Any = np.int64(0)
-    high, wanted = MAGNITUDE, k
+    high: Any = np.int64(MAGNITUDE)
+    wanted = k
     while low < high:
         shift = 0
         while (high - low) >> shift >= BINS:
