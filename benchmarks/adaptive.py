@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/adaptive.py gpt 1200 dense density=0.05,beta2=0.99,from=0.2 --seeds 0 1
 
-Each word after the number of steps is one training: ``dense``; ``powersgd=4`` (DDP's hook, of that rank); or DGC's
-settings, joined by commas. Equal steps, rates and data for all. With ``--json FILE`` the rows are added to a file, and
-trainings that it holds already are not repeated.
+Each word after the number of steps is one training: ``dense``; ``powersgd=4`` (DDP's hook, of that rank); ``steps``, as
+a user writes it: the optimizer as it is, and ``Compression.dgc(steps=...)``; or DGC's settings, joined by commas. Equal
+steps, rates and data for all. With ``--json FILE`` the rows are added to a file, and trainings that it holds already
+are not repeated.
 
 Settings of DGC: ``density`` of the entries sent; ``ramp``, a share of the steps at whose equal parts the ``first``
 densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from`` a share of the steps on; ``masking``;
@@ -12,8 +13,8 @@ densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from``
 that are plain AdamW with float32 gradients before anything is compressed; ``frozen=1`` keeps the second moment as it is
 after them, or after ``from``. ``lr`` is the highest rate of any training.
 
-The first moment is moved by hand: the compressor's momentum is beta1, and the optimizer's beta1 is 0. The velocity is
-then 1 / (1 - beta1) times the first moment, so eps is multiplied by that.
+But for ``steps`` the first moment is moved by hand: the compressor's momentum is beta1, and the optimizer's beta1 is 0.
+The velocity is then 1 / (1 - beta1) times the first moment, so eps is multiplied by that.
 Bytes are those that a rank hands to collectives for gradients, dense steps included; their ratio is to float32.
 """
 
@@ -329,6 +330,13 @@ class DGC:
         self._made += 1
 
     def _begin(self) -> None:
+        options = self._by_hand() if self._given else {"steps": self._steps}
+        if self._task.clip:
+            options |= {"local_grad_clip_norm": self._task.clip, "clip_scope": "global"}
+        self._compression = dgc.Compression.dgc(**options)
+        dgc.DistributedOptimizer(self._optimizer, self._model.named_parameters(), compression=self._compression)
+
+    def _by_hand(self) -> dict[str, Any]:
         given, left = self._given, self._given.get("moved") == "0"
         group = self._optimizer.param_groups[0]
         first, second = group["betas"]
@@ -347,11 +355,7 @@ class DGC:
             options["rampup_step"] = length
         options["sparsity"] = [1 - d for d in (*densities, float(given["density"]))]
         options["momentum_masking"] = given.get("masking", "1") == "1"
-        options |= {name: given[name] for name in ("values", "small") if name in given}
-        if self._task.clip:
-            options |= {"local_grad_clip_norm": self._task.clip, "clip_scope": "global"}
-        self._compression = dgc.Compression.dgc(**options)
-        dgc.DistributedOptimizer(self._optimizer, self._model.named_parameters(), compression=self._compression)
+        return options | {name: given[name] for name in ("values", "small") if name in given}
 
 
 def freeze(optimizer: torch.optim.Optimizer, second: float, scale: float = 1.0) -> None:

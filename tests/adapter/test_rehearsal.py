@@ -11,7 +11,7 @@ from dgc.adapter.rehearsal import compiled
 from dgc.core import loops
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.kernels import choose_kernels, cpu, entries, sweep, threads
+from dgc.core.kernels import choose_kernels, cpu, sweep, threads
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.transport.local import run_ranks
@@ -31,7 +31,7 @@ CASES = [
 def in_use():
     """By kernel, how many kinds of arguments it was compiled for, or loaded."""
     found = {}
-    for module in (cpu, entries, loops, sweep, threads):
+    for module in (cpu, loops, sweep, threads):
         for name, value in vars(module).items():
             if isinstance(value, Dispatcher):
                 found[f"{value.__module__}.{name}"] = len(value.signatures)
@@ -73,8 +73,8 @@ COUNTING = """
     from dgc.core.compressors import make_config
     from dgc.core.kernels import choose_kernels
     compiled(make_config({}), lambda: choose_kernels("cpu"), lambda kernels: kernels)
-    from dgc.core.kernels import cpu, entries, sweep, threads
-    kernels = [v for m in (cpu, entries, loops, sweep, threads) for v in vars(m).values() if isinstance(v, Dispatcher)]
+    from dgc.core.kernels import cpu, sweep, threads
+    kernels = [v for m in (cpu, loops, sweep, threads) for v in vars(m).values() if isinstance(v, Dispatcher)]
     kernels = {id(k): k for k in kernels if hasattr(k.stats, "cache_misses")}.values()
     print(sum(sum(k.stats.cache_misses.values()) for k in kernels))
     print(sum(sum(k.stats.cache_hits.values()) for k in kernels), len(cpu.tile_sums.signatures))

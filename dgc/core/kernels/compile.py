@@ -110,17 +110,22 @@ def compiling(what: str, own: str | None = None) -> Iterator[None]:
             held.close()
             yield
             return
-        logger.warning(
-            "dgc compiles its kernels for this processor, once, which takes up to half a minute, and keeps them in %s "
-            "(python -m dgc compile does it beforehand)",
-            directory,
-        )
+        _tell(directory)
         _within.inside = True
         try:
             yield
         finally:
             _within.inside = False
         _touch(done)
+
+
+@cache
+def _tell(directory: str) -> None:
+    logger.warning(
+        "dgc compiles its kernels for this processor, once, which takes up to half a minute, and keeps them in %s "
+        "(python -m dgc compile does it beforehand)",
+        directory,
+    )
 
 
 def _touch(file: Path) -> None:
