@@ -67,7 +67,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         count, length, width = x.shape
         parts = self.qkv(self.before(x)).view(count, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*parts, is_causal=self.causal)
+        seen = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=self.causal)
         x = x + self.out(seen.transpose(1, 2).reshape(count, length, width))
         return x + self.down(functional.gelu(self.up(self.between(x))))
 
@@ -182,7 +182,7 @@ def _table() -> tuple[Batches, list[tuple[torch.Tensor, torch.Tensor]]]:
         )
     )
     waves = sum(rng.normal() * np.sin(1.5 * x[:, :12] @ (rng.standard_normal(12) / 2)) for _ in range(8))
-    clean = steps / steps.std() + waves / waves.std() + np.tanh(x[:, 0] * x[:, 3])
+    clean = steps / np.std(steps) + waves / np.std(waves) + np.tanh(x[:, 0] * x[:, 3])
     y = (clean - clean.mean()) / clean.std() + 0.2 * rng.standard_normal(rows)
     x = (x - x.mean(0)) / x.std(0)
     features, target = torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)[:, None]

@@ -121,7 +121,7 @@ def main() -> None:
                 if name == "core":
                     seconds["compress phase"].append(group.exchange.stats.last.seconds["compress"])
     report = summary(args, seconds)
-    report["kernels"] = group.exchange._kernels.name
+    report["kernels"] = group.exchange.kernels.name
     for name, value in report["milliseconds"].items():
         print(f"{name:<28}{value:10.2f} ms")
     print(f"{'10 % of compress + one copy':<28}{report['budget_ms']:10.2f} ms")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -28,7 +29,7 @@ from stacks import stacks_of  # noqa: E402
 LAYERS = 300
 
 
-def train(way: str, transport: str, after: float) -> None:
+def train(way: str, transport: Any, after: float) -> None:
     """What each rank runs: train, until rank 1 raises ``after`` seconds after the third step."""
     import horovod.torch as hvd
     import torch
