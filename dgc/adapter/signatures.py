@@ -308,6 +308,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` 0
                 and ``momentum_masking`` False unless given.
 
+        The method is claimed in the patent US 11,295,208.
+
         Source: Chen et al. 2018, arXiv 1712.02679.
         """
         raise NotImplementedError
