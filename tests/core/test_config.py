@@ -36,7 +36,6 @@ from dgc.errors import ConfigError
         {"indices": "int7"},
         {"values": "float1"},
         {"momentum": 0, "nesterov": True},
-        {"seed": -1},
         {"bucket_bytes": 0},
         {"momentum": True},
         {"momentum": np.zeros(2)},
@@ -58,6 +57,11 @@ def test_bad_options_are_refused(options):
         make_exchange(transport, **options)
 
     assert all(isinstance(e, ConfigError) for e in errors_of(1, rank))
+
+
+def test_a_seed_is_a_whole_number():
+    with pytest.raises(ConfigError, match="seed is -1"):
+        make_config({"seed": -1}, algorithm="qsgd")
 
 
 def test_numpy_numbers_are_numbers():
