@@ -253,10 +253,15 @@ class _Group:
             if self._gloo is None:
                 raise RuntimeError("this process is ending")
             work = start(self._gloo)
-            while not _has_ended(work):
-                if self._ending:
-                    self._parked.set()
-                    threading.Event().wait()
+            try:
+                while not _has_ended(work):
+                    if self._ending:
+                        self._parked.set()
+                        threading.Event().wait()
+            except RuntimeError as error:
+                raise error.with_traceback(None) from None  # its frames have the work
+            finally:
+                del work  # its destructor takes the GIL again as well, which must not be after :meth:`end`
 
     def end(self, patience: float, *, at_exit: bool = False) -> None:
         """Drop the group, unless a collective is under way for longer than ``patience`` seconds."""
