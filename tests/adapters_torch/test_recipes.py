@@ -32,5 +32,5 @@ def test_the_script_trains(name):
     output = run_mpi(ranks, script, *epochs, launcher="torchrun").stdout
     accuracy, ratio = map(float, re.search(r"accuracy ([\d.]+) %, (\d+) times", output).groups())
     assert accuracy > 85
-    assert ratio > (50 if name == "fsdp" else 100)
+    assert ratio > {"fsdp": 50, "trainer": 30}.get(name, 100)  # before AdamW more entries are sent
     assert name not in OTHERS or len(script.read_text().splitlines()) < 60
