@@ -182,7 +182,8 @@ def _table() -> tuple[Batches, list[tuple[torch.Tensor, torch.Tensor]]]:
         )
     )
     waves = sum(rng.normal() * np.sin(1.5 * x[:, :12] @ (rng.standard_normal(12) / 2)) for _ in range(8))
-    clean = steps / np.std(steps) + waves / np.std(waves) + np.tanh(x[:, 0] * x[:, 3])
+    stepped, waved = np.asarray(steps), np.asarray(waves)
+    clean = stepped / stepped.std() + waved / waved.std() + np.tanh(x[:, 0] * x[:, 3])
     y = (clean - clean.mean()) / clean.std() + 0.2 * rng.standard_normal(rows)
     x = (x - x.mean(0)) / x.std(0)
     features, target = torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)[:, None]
