@@ -21,7 +21,7 @@ import torch
 from dgc.adapter.compression import warn_of_first_moment
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Hyper
-from dgc.core.moment import running_mean
+from dgc.core.moment import is_settled, running_mean
 from dgc.errors import ConfigError
 from dgc.torch.tensors import local
 
@@ -108,6 +108,7 @@ class Adoption:
         self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: what was in it, what of it is ours
         self._seen: list[float] = []  # of the groups' options, when they were read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
+        self._settled: dict[int, float] = {}  # id of a group: the beta1 by which all its means need no correction now
         self._selects_from = selects_from
         self._step = 0
         self._steps: int | None = None  # since the first selection; None before it
@@ -131,16 +132,19 @@ class Adoption:
                 warn_of_first_moment(updating_class(optimizer).__name__, betas[0], self._config.momentum)
                 return
 
-    def read(self, optimizer: torch.optim.Optimizer, step: int | None = None) -> None:
+    def read(self, optimizer: torch.optim.Optimizer, step: int | None = None, *, anew: bool = False) -> None:
         """Follow what the optimizer's groups hold.
 
         Args:
             optimizer: the optimizer that steps the parameters (of Horovod's, at first the one it is built from).
             step: that begins, from 0; None at construction, when no first moment is taken yet.
+            anew: whether a state was loaded into the optimizer or the compressor since the last step.
 
         Raises:
             ConfigError: as in the constructor.
         """
+        if anew:
+            self._settled.clear()
         first, self._step = self._selects_from, step or 0
         self._steps = None if step is None or first is None or step < first else step - first
         groups, sgd = self._groups(optimizer), is_sgd(optimizer)
@@ -289,6 +293,7 @@ class Adoption:
                 known = ids, [(p, self._index[id(p)]) for p in parameters if id(p) in self._index]
                 self._members[id(parameters)] = known
                 self._seen = []
+                self._settled.clear()
             if known[1]:
                 groups.append((group, known[1]))
         return groups
@@ -321,6 +326,9 @@ class Adoption:
         nesterov = bool(self._config.nesterov) or issubclass(updating_class(optimizer), torch.optim.NAdam)
         for group, ours in groups:
             beta1 = self._beta1(group) if self._has_moment(ours) else 0.0
+            if beta1 and self._settled.get(id(group)) == beta1:
+                continue  # the number of a step may be on a GPU
+            settled = True
             for p, i in ours:
                 hyper.momentum[i], hyper.gain[i], hyper.nesterov[i] = 0.0, 1.0, nesterov
                 if beta1:
@@ -328,7 +336,9 @@ class Adoption:
                     # Where updates are sharded no rank has the state of all parameters: u begins anew.
                     t = 1 + (self._steps if shards else _steps_of(optimizer.state.get(p, {})))
                     hyper.momentum[i], hyper.gain[i] = running_mean(beta1, t)
+                    settled &= is_settled(beta1, t)
                     self._adopted.add(i)
+            self._settled[id(group)] = beta1 if settled else 0.0
 
     def _read_group(self, group: dict[str, Any], ours: Members, sgd: bool) -> None:
         name, config, hyper = self._names[ours[0][1]], self._config, self.hyper

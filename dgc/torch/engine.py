@@ -292,7 +292,7 @@ class Engine(EngineBase):
         change = watch.saved.change(self.transport, owner)
         try:
             if owner is not None:
-                self.adoption.read(owner, self.exchange.state.step)
+                self.adoption.read(owner, self.exchange.state.step, anew=any(change))
                 self._take_over_state(owner, change)
                 if left and (undecided or stepping):
                     velocity = self.adoption.has_velocity

@@ -183,6 +183,21 @@ def a_resumed_run_goes_on_bit_for_bit():
 
 
 @case
+def going_back_to_an_early_step_corrects_its_bias_again():
+    for way, model, optimizer, compression in each_way(lambda m: adamw(m.parameters(), betas=(0.5, 0.99)), **HALF):
+        train(optimizer, model, 3)
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), compression.state_dict()))
+        train(optimizer, model, 5, start=3)
+        expected = copy.deepcopy(model)
+        train(optimizer, model, 40, start=8)
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        compression.load_state_dict(state[2])
+        train(optimizer, model, 5, start=3)
+        assert worst_difference(model, expected) == 0, way
+
+
+@case
 def a_dense_run_and_a_compressed_one_take_each_others_checkpoints():
     dense = make_model()
     trained = adamw(dense.parameters())
