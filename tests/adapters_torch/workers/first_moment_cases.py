@@ -198,6 +198,25 @@ def going_back_to_an_early_step_corrects_its_bias_again():
 
 
 @case
+def an_early_state_of_one_rank_is_broadcast():
+    model = make_model()
+    optimizer, _ = wrap("b", model, adamw(model.parameters(), betas=(0.5, 0.99)), **HALF)
+    train(optimizer, model, 3)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(optimizer, model, 40, start=3)
+    if hvd.rank() == 0:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        train(optimizer, model, 5, start=3)
+    assert int(optimizer.state[model.first.weight]["step"]) == 8
+    assert_replicas_identical(model, "broadcast")
+
+
+@case
 def a_dense_run_and_a_compressed_one_take_each_others_checkpoints():
     dense = make_model()
     trained = adamw(dense.parameters())
