@@ -59,7 +59,14 @@ def _files(folder: str) -> list[Path]:
 def command(lane: str, number: int, arguments: list[str]) -> list[str]:
     """One run of pytest; what failed last and the durations are kept by lane."""
     report = OUTPUT / f"{lane}-{number}.xml"
-    kept = ["-o", f"cache_dir=.pytest_cache/{lane}", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    kept = [
+        "--disable-warnings",
+        "-o",
+        f"cache_dir=.pytest_cache/{lane}",
+        f"--junitxml={report}",
+        "-o",
+        "junit_family=xunit1",
+    ]
     return [sys.executable, "-m", "pytest", *kept, *arguments]
 
 
