@@ -208,11 +208,11 @@ class _Fused:
                 if _is_fusable(p):
                     kinds[p.dtype, p.device].append(p)
             for members in kinds.values():
-                members.sort(key=Tensor.data_ptr)
-                if not _are_adjacent(members):
-                    members = self._moved(members, optimizer) if self._do_flatten else []
-                if len(members) > 1:
-                    self._flats.append(_Flat(members))
+                placed = sorted(members, key=Tensor.data_ptr)
+                if not _are_adjacent(placed):  # moved in the group's order, whatever the allocator did
+                    placed = self._moved(members, optimizer) if self._do_flatten else []
+                if len(placed) > 1:
+                    self._flats.append(_Flat(placed))
 
     def _moved(self, members: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
         """Move weights that own their memory into one buffer; values and strides stay.
