@@ -146,7 +146,7 @@ def test_random_numbers_are_uniform_and_independent():
         assert abs(np.corrcoef(*pair)[0, 1]) < 0.01
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", [*SIZES, 2**17 + 3])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_packing(n, bits):
     codes = rng.integers(0, 2**bits, n).astype(np.uint8)

@@ -6,6 +6,7 @@ Imports Numba; only modules that are loaded on first use may import this one.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import logging
 import os
@@ -112,10 +113,14 @@ def compiling(what: str, own: str | None = None) -> Iterator[None]:
             return
         _tell(directory)
         _within.inside = True
+        collects = gc.isenabled()
+        gc.disable()  # compiling makes millions of objects that stay, and would look through all of PyTorch's with them
         try:
             yield
         finally:
             _within.inside = False
+            if collects:
+                gc.enable()
         _touch(done)
 
 
