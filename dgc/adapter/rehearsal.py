@@ -30,7 +30,8 @@ _rehearsed: set[DGCConfig] = set()
 def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callable[[Chosen], Kernels]) -> Chosen:
     """Choose kernels, and compile what steps with these options need. Local: no communication.
 
-    One process of a host compiles, the others wait for it; see :func:`dgc.core.kernels.compile.compiling`.
+    The processes of a host share what is to be compiled, and wait for each other; see
+    :func:`dgc.core.kernels.compile.compiling`.
 
     Args:
         config: the options.
@@ -40,20 +41,38 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
     Returns:
         What ``choose`` has returned.
     """
+    from filelock import Timeout
+
     from dgc.core import loops  # which loads Numba
     from dgc.core.kernels.compile import compiling
 
     small = _of_small_tensors(config)
+    # A compressor of somebody else is not called before the first step.
+    known = small in _rehearsed or compressor_class(config.algorithm).number not in OWN_NUMBERS
     clips = "" if config.local_grad_clip_norm is None else "-clip"
     name = f"{config.algorithm}-{config.indices}-{config.values}-{config.small}{clips}"
-    with compiling(name, loops.__file__):
+
+    def codecs() -> None:
+        if not known:
+            with compiling(f"codecs-{name}", loops.__file__, part="codecs"):
+                _rehearse(small, ReferenceKernels())
+
+    def everything() -> Chosen:
         chosen = choose()
         kernels = kernels_of(chosen)
-        # A compressor of somebody else is not called before the first step.
-        if small not in _rehearsed and compressor_class(config.algorithm).number in OWN_NUMBERS:
-            _rehearse(small, ReferenceKernels() if kernels.on_device else kernels)
-            _rehearsed.add(small)
-    return chosen
+        codecs()
+        if not (known or kernels.on_device):
+            _rehearse(small, kernels)
+        _rehearsed.add(small)
+        return chosen
+
+    try:
+        with compiling(name, loops.__file__, patience=0):
+            return everything()
+    except Timeout:  # another process of this host compiles the kernels: the codecs meanwhile
+        codecs()
+        with compiling(name, loops.__file__):
+            return everything()
 
 
 def _of_small_tensors(config: DGCConfig) -> DGCConfig:

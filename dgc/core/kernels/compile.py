@@ -83,42 +83,52 @@ _within = threading.local()
 
 
 @contextlib.contextmanager
-def compiling(what: str, own: str | None = None) -> Iterator[None]:
+def compiling(
+    what: str, own: str | None = None, *, part: str = "kernels", patience: float = PATIENCE
+) -> Iterator[None]:
     """Inside, kernels are called for the first time: of the processes of a host, one compiles and the others wait.
 
     That one says so in the log, as a warning, before it begins. Where all of it was compiled before, nothing waits and
-    nothing is said. Within another one of the same thread it does nothing.
+    nothing is said. Within another one of the same part and thread it does nothing.
 
     Args:
         what: names what is compiled inside; with the same name always the same.
         own: the file of kernels that call nothing outside it, if any are compiled as well.
+        part: one process compiles the "kernels" while another one compiles something else; only the first says so.
+        patience: seconds to wait for another process. With 0, :class:`filelock.Timeout` is raised where one compiles;
+            after any others this process compiles as well.
     """
     directory = cache_directory()
     done = Path(directory) / f"compiled-{Path(cache_directory(own)).name}-{what}"
     if not usable(directory) or done.exists():
         yield
         return
-    if getattr(_within, "inside", False):
+    within = vars(_within).setdefault("parts", set())
+    if part in within:
         yield
         _touch(done)
         return
-    lock = FileLock(Path(directory) / "compiling.lock")
     with contextlib.ExitStack() as held:
-        # A file system without locks, or a process that hangs: compiling twice does no harm.
-        with contextlib.suppress(OSError, NotImplementedError, Timeout):
-            held.enter_context(lock.acquire(timeout=PATIENCE))
+        try:
+            held.enter_context(FileLock(Path(directory) / f"{part}.lock").acquire(timeout=patience))
+        except Timeout:
+            if patience == 0:
+                raise
+        except (OSError, NotImplementedError):  # a file system without locks: compiling twice does no harm
+            pass
         if done.exists():
             held.close()
             yield
             return
-        _tell(directory)
-        _within.inside = True
+        if part == "kernels":
+            _tell(directory)
+        within.add(part)
         collects = gc.isenabled()
         gc.disable()  # compiling makes millions of objects that stay, and would look through all of PyTorch's with them
         try:
             yield
         finally:
-            _within.inside = False
+            within.discard(part)
             if collects:
                 gc.enable()
         _touch(done)
