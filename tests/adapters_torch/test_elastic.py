@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch_tools import BIN, REPOSITORY, environment_for, read_reports, require
-from rank_jobs import each_case, once
+from rank_jobs import each_case
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -32,7 +32,9 @@ def test_the_page_as_it_stands_on_one_machine(tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("way", once(["killed", "discovery"]))
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["killed", "discovery"])
 def test_a_rank_is_lost_and_another_one_comes(tmp_path, way):
     require("gloo")
     # Four names of one machine: the host of a rank that died is left alone for some seconds.

@@ -68,7 +68,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
 worker_tools.report([os.getpid(), child.pid])
 time.sleep(600)
 """
-    result = run_mpi(2, source, timeout=45, check=False)
+    result = run_mpi(2, source, timeout=15, check=False)
     assert result.timed_out
     assert [pid for pids in result.values for pid in pids if runs(pid)] == []
     # Every rank has written where it hangs.
@@ -91,7 +91,7 @@ def test_cases_are_told_apart(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(CASES)
     assert case_names(worker) == ["passes", "fails_on_rank_1", "is_skipped", "hangs_on_rank_0", "comes_too_late"]
-    cases = run_cases(2, worker, timeout=45)
+    cases = run_cases(2, worker, timeout=15)
     cases.check("passes")
     with pytest.raises(pytest.fail.Exception, match=r"failed on rank 1:(.|\n)*one is too many"):
         cases.check("fails_on_rank_1")

@@ -168,7 +168,7 @@ def runs(pid):
 def test_a_case_that_goes_wrong_is_reported_and_the_next_one_finds_new_ranks(own, worker, name, message, monkeypatch):
     if "waits" in name:
         monkeypatch.setattr(rank_jobs, "PATIENCE", 2.0)
-    cases = own(worker, 2, timeout=20 if "hangs" in name else None)
+    cases = own(worker, 2, timeout=10 if "hangs" in name else None)
     before = values(own, worker, "passes")
     with pytest.raises(pytest.fail.Exception, match=message):
         cases.check(name)
