@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dgc" if name == "dgc" else "python -m dgc", description="Gradient compression"
     )
-    parser.add_argument("--version", action="version", version=f"horovod-dgc {__version__}")
+    parser.add_argument("--version", action="version", version=f"dgc {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     summary = "list all compressors: bits, error feedback, unbiased, source"
     compressors = commands.add_parser("compressors", help=summary, description=f"{summary.capitalize()}.")

@@ -254,7 +254,7 @@ def test_without_a_command_they_are_listed_and_the_version_is_told(capsys):
     assert "build-horovod" in told
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert capsys.readouterr().out == f"horovod-dgc {dgc.__version__}\n"
+    assert capsys.readouterr().out == f"dgc {dgc.__version__}\n"
     with pytest.raises(SystemExit, match="2"):
         main(["build-horovod", "--jobs", "0"])
     assert "at least 1" in capsys.readouterr().err
