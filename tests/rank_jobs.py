@@ -396,14 +396,17 @@ def once(values: Iterable[Any]) -> list[Any]:
 
 
 def each_case(
-    worker: Path, kinds: Mapping[str, Mapping[str, Any]] | None = None, more: Iterable[str] = ()
+    worker: Path,
+    kinds: Mapping[str, Mapping[str, Any]] | None = None,
+    more: Iterable[str] = (),
+    beyond: Iterable[str] = (),
 ) -> Callable[..., None]:
-    """A test of each case of a worker, on 2 ranks if nothing else is said."""
+    """A test of each case of a worker, on 2 ranks if nothing else is said; of those ``beyond`` in the matrix only."""
     kinds = kinds or {"2ranks": {}}
     found: dict[str, Cases] = {}
 
     @pytest.mark.mpi
-    @pytest.mark.parametrize(("kind", "name"), _rows(worker, kinds, more))
+    @pytest.mark.parametrize(("kind", "name"), _rows(worker, kinds, more, beyond))
     def test(ranks: Ranks, request: pytest.FixtureRequest, kind: str, name: str) -> None:
         if kind not in found:  # a worker that gets a launch of its own is started once
             found[kind] = ranks(worker, **{"n": 2, **kinds[kind]})
@@ -421,14 +424,20 @@ def _selected(request: pytest.FixtureRequest, kind: str) -> tuple[str, ...]:
     return tuple(i.callspec.params["name"] for i in items if i.callspec.params["kind"] == kind)
 
 
-def _rows(worker: Path, kinds: Iterable[str], more: Iterable[str]) -> list[Any]:
+def _rows(worker: Path, kinds: Iterable[str], more: Iterable[str], beyond: Iterable[str]) -> list[Any]:
     cases = {**dict.fromkeys(more, ()), **case_kinds(worker)}
     unknown = {kind for named in cases.values() for kind in named} - set(kinds)
     if unknown:
         raise ValueError(f"{worker.name}: a case names {sorted(unknown)}; the test has {list(kinds)}")
+    if missing := set(beyond) - set(cases):
+        raise ValueError(f"{worker.name} has no case {sorted(missing)}")
     first = next(iter(kinds))
+
+    def marks(kind: str, name: str, named: Iterable[str]) -> list[Any]:
+        return [] if kind in (named or [first]) and name not in beyond else [pytest.mark.matrix]
+
     return [
-        pytest.param(kind, name, id=f"{kind}-{name}", marks=[] if kind in (named or [first]) else [pytest.mark.matrix])
+        pytest.param(kind, name, id=f"{kind}-{name}", marks=marks(kind, name, named))
         for kind in kinds
         for name, named in cases.items()
         if kind in (named or kinds)

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from documented import shown
 from launch_tools import REPOSITORY, run_mpi
-from rank_jobs import TORCHRUN, each_case
+from rank_jobs import TORCHRUN, each_case, once
 
 test_recipe = each_case(Path(__file__).parent / "workers" / "recipes_cases.py", TORCHRUN)
 
-SCRIPTS = {"torchrun": (2, 10), "fsdp": (4, 15)}
-"""Ranks and epochs; the training loops of the others are cases of the worker."""
-OTHERS = dict.fromkeys(("ddp", "accelerate", "trainer", "lightning", "fabric"), (2,))
+SCRIPTS: dict[str, tuple[int, ...]] = {"torchrun": (2, 10), "fsdp": (4, 15)}
+"""Ranks and epochs."""
+OTHERS = ("ddp", "accelerate", "trainer", "lightning", "fabric")
+"""Short ones, on two ranks; their training loops are cases of the worker, too."""
 
 
 def test_the_examples_hold_the_lines_of_checkpoints_md():
@@ -25,9 +26,9 @@ def test_the_examples_hold_the_lines_of_checkpoints_md():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", [*SCRIPTS, *(pytest.param(name, marks=pytest.mark.matrix) for name in OTHERS)])
+@pytest.mark.parametrize("name", once([*SCRIPTS, *OTHERS]))
 def test_the_script_trains(name):
-    ranks, *epochs = {**SCRIPTS, **OTHERS}[name]
+    ranks, *epochs = SCRIPTS.get(name, (2,))
     script = REPOSITORY / "examples" / f"{name}_digits.py"
     output = run_mpi(ranks, script, *epochs, launcher="torchrun").stdout
     accuracy, ratio = map(float, re.search(r"accuracy ([\d.]+) %, (\d+) times", output).groups())
