@@ -67,7 +67,7 @@ class CommonOptions(TypedDict, total=False):
     sparse_updates: bool
     """Update only the received entries of the parameters where the optimizer is a plain SGD; False: all of them."""
     hierarchical: bool | int | Literal["auto"]
-    """Add up the gradients of a node's ranks first ("auto": where that saves traffic), or of so many neighbours."""
+    """The ranks of a node add up their gradients and send as one; "auto": where that saves traffic; or so many."""
     transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport
     """What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or torch.distributed."""
     loss_scale: Any
@@ -80,7 +80,7 @@ class FeedbackOptions(CommonOptions, total=False):
     """Options of compressors that keep what they do not send."""
 
     momentum: float | None
-    """The factor of momentum correction; None takes the optimizer's over, or is 0 where it has none to take."""
+    """The momentum that is corrected; None takes over the optimizer's momentum or Adam's beta1, 0 leaves it there."""
     nesterov: bool | None
     """Whether that momentum is Nesterov's; None takes it over from the optimizer."""
     weight_decay: float | None
@@ -91,7 +91,7 @@ class EntryOptions(FeedbackOptions, total=False):
     """Options of compressors that send some entries."""
 
     momentum_masking: bool | None
-    """Set the momentum of an entry to 0 when the entry is sent; None: unless ``steps`` is given with an SGD."""
+    """Set the momentum of an entry to 0 when the entry is sent; None: yes, but not with ``steps`` and an SGD."""
 
 
 def refused_uncalled(make: Function) -> Function:
@@ -167,12 +167,12 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             rampup_begin_step: The first step that is compressed; gradients of the steps before it are averaged as they
                 are.
             rampup_step: The number of steps in which the list of sparsities is walked through.
-            momentum: The factor of momentum correction; None takes the optimizer's over, or is 0 where it has none to
-                take.
+            momentum: The momentum that is corrected; None takes over the optimizer's momentum or Adam's beta1, 0
+                leaves it there.
             nesterov: Whether that momentum is Nesterov's; None takes it over from the optimizer.
             weight_decay: This number times the parameter is added to its gradient; None takes the optimizer's over.
-            momentum_masking: Set the momentum of an entry to 0 when the entry is sent; None: unless ``steps`` is given
-                with an SGD.
+            momentum_masking: Set the momentum of an entry to 0 when the entry is sent; None: yes, but not with
+                ``steps`` and an SGD.
             local_grad_clip_norm: Scale each rank's gradient to an L2 norm of at most this number times the square root
                 of the number of ranks.
             clip_scope: What has one norm: each compressed tensor, or all gradients together, also before
@@ -187,8 +187,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             op: Average, or Sum: Horovod's constant, or the name "average" or "sum".
             sparse_updates: Update only the received entries of the parameters where the optimizer is a plain SGD;
                 False: all of them.
-            hierarchical: Add up the gradients of a node's ranks first ("auto": where that saves traffic), or of so many
-                neighbours.
+            hierarchical: The ranks of a node add up their gradients and send as one; "auto": where that saves traffic;
+                or so many.
             transport: What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or
                 torch.distributed.
             loss_scale: By what the loss is multiplied: a number, a function that returns it, or the framework's loss

@@ -213,7 +213,8 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
     """Options of DGC for a training of so many steps, None: the others alone.
 
     The density is 1/64; from 6,400 steps on each entry is sent a hundred times, and from 100,000 on 0.1 % a step.
-    There is no warm-up of the sparsity and no masking of momentum, which both cost progress at the beginning.
+    There is no warm-up of the sparsity, which costs progress at the beginning. :meth:`DGCConfig.suited` says what an
+    adaptive optimizer gets instead.
 
     Args:
         steps: of the optimizer, in the whole training.

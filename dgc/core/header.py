@@ -73,7 +73,7 @@ class Header(NamedTuple):
     step: int
     """The sender's step."""
     fingerprint: int
-    """Hash of layout and configuration, equal on all ranks."""
+    """Hash of the layout, momentum, Nesterov, weight decay, gain and learning rates, equal on all ranks."""
     bucket: int
     """The bucket's number in the layout."""
     count: int  # type: ignore[assignment]  # hides the method of tuples
@@ -102,7 +102,6 @@ _ADVICE = {
     "index_codec": "Give every rank the same indices= and the same sparsity.",
     "value_codec": "Give every rank the same values=.",
     "dense_codec": "Give every rank the same small= and the same sparsity.",
-    "fingerprint": "The ranks' parameters or options differ: build the model and the compressor alike on every rank.",
     "bucket": "The ranks exchange buckets in different orders: build the model and the compressor alike on every rank.",
     "step": "The ranks are out of step: call step() equally often on every rank, and load the same checkpoint.",
     "count": f"{_SPARSITY}.",
@@ -156,7 +155,7 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
 
 
 def check_header(header: Header, expected: Header, sender: int | str) -> None:
-    """Compare a header, but for its flags, with what this rank expects.
+    """Compare a header, but for its flags and the fingerprint, with what this rank expects.
 
     Args:
         header: from :func:`unpack_header`.
@@ -176,8 +175,6 @@ def check_header(header: Header, expected: Header, sender: int | str) -> None:
 
 
 def _shown(name: str, value: int) -> str:
-    if name == "fingerprint":
-        return f"{value:016x}"
     if not name.endswith("_codec"):
         return str(value)
     ids = IndexCodecId if name == "index_codec" else ValueCodecId

@@ -226,7 +226,10 @@ class DistributedTransport(HorovodTransportBase):
         try:
             self._group.run(start)
         except (RuntimeError, ValueError) as error:
-            raise TransportError(f"a collective of torch.distributed failed: {error}") from error.with_traceback(None)
+            raise TransportError(
+                f"a collective of torch.distributed failed: {error}. A rank has ended, or is in another call: all "
+                "ranks must call save_checkpoint() and load_checkpoint(), not only rank 0"
+            ) from error.with_traceback(None)
 
     def close(self) -> None:
         """End the group of its own; the others go on."""

@@ -346,10 +346,9 @@ def require_same_parameters(transport: Transport, names: Sequence[str], paramete
     require_replicas(
         transport,
         {n: samples(p) for n, p in zip(names, parameters, strict=True)},
-        "before the first step, and after loading a checkpoint on one rank, call "
-        "hvd.broadcast_optimizer_state(optimizer, root_rank=0), in which some optimizers move parameters, and then "
-        "hvd.broadcast_parameters(model.state_dict(), root_rank=0); without Horovod load the optimizer's state on "
-        "every rank, and call dgc.torch.broadcast_parameters(model.state_dict())",
+        "before the first step call dgc.torch.broadcast_parameters(model.state_dict()) on all ranks, and load a "
+        "checkpoint on all of them; with Horovod call hvd.broadcast_optimizer_state(optimizer, root_rank=0), in which "
+        "some optimizers move parameters, and then hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
     )
 
 

@@ -66,6 +66,22 @@ def test_rehearsals_leave_a_used_compressor_alone():
     assert compiled(config, lambda: kernels, lambda made: made) is kernels
 
 
+DENSE_FIRST = """
+    from dgc.adapter.rehearsal import compiled
+    from dgc.core import loops
+    from dgc.core.compressors import make_config
+    from dgc.core.kernels import choose_kernels
+    config = make_config({"sparsity": [0.0, 0.9], "rampup_step": 200})
+    compiled(config, lambda: choose_kernels("cpu"), lambda kernels: kernels)
+    print(len(loops.elias_fano_encode.signatures))
+"""
+
+
+def test_a_ramp_up_that_begins_with_everything_is_rehearsed_with_entries():
+    done = run_script(DENSE_FIRST)
+    assert done.stdout == "1\n", done.stderr
+
+
 COUNTING = """
     from numba.core import event
     from numba.core.dispatcher import Dispatcher

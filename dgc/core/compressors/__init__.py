@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import warnings
 from typing import Any
 
@@ -104,8 +105,10 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     valid = [*own, *row.common_options()]
     unknown = [name for name in options if name not in valid]
     if unknown:
+        close = [f"did you mean {name}? " for name in difflib.get_close_matches(unknown[0], valid, 1)]
         raise TypeError(
-            f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; valid options: {', '.join(valid)}"
+            f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; {''.join(close)}valid options: "
+            f"{', '.join(valid)}"
         )
     options = of_steps(**options)
     common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
