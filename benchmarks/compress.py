@@ -138,7 +138,7 @@ class Rank:
             begun = meanwhile
             b.chosen = chosen.positions
             decoded = b.codec.encode(chosen.positions, chosen.values, b.payload)
-            self._kernels.mask(b.u, b.v, chosen.positions, decoded, masking=True)
+            self._kernels.take_out(b.u, b.v, chosen.positions, decoded, masking=True)
 
     def _begin(self, b: _BucketState) -> Callable[[], Selection]:
         kernels = self._kernels

@@ -84,7 +84,7 @@ def select(layout: Layout, steps: Steps) -> dict[str, float]:
                 inside = (chosen.positions >= w.offset) & (chosen.positions < w.offset + w.length)
                 expected = w.offset + top_k(v[w.offset : w.offset + w.length], w.k)
                 tally.add(str(s.parameter), chosen.positions[inside], np.sort(expected))
-            kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
+            kernels.take_out(u, v, chosen.positions, chosen.values, masking=True)
     return tally.report()
 
 
@@ -145,7 +145,7 @@ def flat_memory() -> dict[str, float]:
     u, v, thresholds = np.zeros(FLAT, np.float32), np.zeros(FLAT, np.float32), kernels.new_thresholds(1)
     for _ in range(3):
         chosen = kernels.accumulate_and_select([SegmentWork(g, None, 0, FLAT, FLAT // 1000, 0.9)], u, v, thresholds)
-        kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
+        kernels.take_out(u, v, chosen.positions, chosen.values, masking=True)
     extra = _peak() - before
     return {"elements": FLAT, "u_and_v_MiB": 8 * FLAT / MIB, "u_v_and_workspaces_MiB": extra / MIB}
 

@@ -611,7 +611,7 @@ class AlgorithmEncoder(Encoder):
         if isinstance(decoded, SparseValues):
             late = not self._algorithm.has_room_for_all(spec)
             masking = late and self._masks(len(decoded.positions))
-            self._kernels.mask(state.u, state.v, decoded.positions, decoded.values, masking=masking)
+            self._kernels.take_out(state.u, state.v, decoded.positions, decoded.values, masking=masking)
             return decoded.positions
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values
@@ -683,7 +683,7 @@ class TopKEncoder(Encoder):
             return None
         positions, values = at.sent
         masking = self._masks(sum(at.plan.ks))
-        self._kernels.mask(state.u, state.v, positions, values, masking=masking)
+        self._kernels.take_out(state.u, state.v, positions, values, masking=masking)
         if not self.keeps_residual:
             self._memory.fill(state.v, 0)
         return positions

@@ -205,7 +205,7 @@ class Kernels(abc.ABC):
         return partial(self.accumulate_and_select, work, u, v, thresholds)
 
     @abc.abstractmethod
-    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
+    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
         """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``."""
 
     def set_entries(

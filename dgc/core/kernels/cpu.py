@@ -87,7 +87,7 @@ class NumbaKernels(Kernels):
         many = np.arange(0, n, 2)
         for positions in (few, many):
             sent = v[positions]
-            self.mask(u, v, positions, sent, masking=True)
+            self.take_out(u, v, positions, sent, masking=True)
             self.scatter_add([g.copy()], np.array([0, n]), positions, sent, 1.0)
         for size in (4, n):
             self.sums_of_squares([g[:size]])
@@ -122,7 +122,7 @@ class NumbaKernels(Kernels):
     ) -> Callable[[], Selection]:
         return self._begin(work, u, v, thresholds, at_once=False)
 
-    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
         check_positions(positions, min(u.size, v.size))
         decoded = np.ascontiguousarray(decoded, v.dtype)
         if decoded.shape != positions.shape:

@@ -219,7 +219,7 @@ class DeviceKernels(Kernels):
             work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
             for _ in range(2):  # without a threshold, and with one
                 chosen = self.accumulate_and_select(work, u, v, thresholds)
-            self.mask(u, v, chosen.positions, chosen.values, masking=True)
+            self.take_out(u, v, chosen.positions, chosen.values, masking=True)
             self.set_entries([r], np.array([0, n]), chosen.positions, chosen.values)
         self.begin_packing([Part(0, n, g)], vector)()
         parts = [Part(0, n, result=r, momentum=0.9, limit=1.0)]
@@ -273,14 +273,14 @@ class DeviceKernels(Kernels):
         """See :class:`dgc.core.kernels.base.Kernels`. What comes back waits."""
         return self._begin(work, u, v, thresholds)
 
-    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
         check_positions(positions, min(u.size, v.size))
         if decoded.shape != positions.shape:
             raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
         if positions.size:
             with self._lock, self.device:
                 at, sent = self.device.send(positions, decoded.astype(v.dtype, copy=False))
-                self._texts["mask"](at, sent, bool(masking), u, v)
+                self._texts["take_out"](at, sent, bool(masking), u, v)
 
     def set_entries(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray

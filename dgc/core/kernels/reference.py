@@ -79,7 +79,7 @@ class ReferenceKernels(Kernels):
         positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
         return Selection(positions, nonfinite, v[positions])
 
-    def mask(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
         v[positions] = v[positions] - decoded
         if masking:
             u[positions] = 0

@@ -145,5 +145,5 @@ TEXTS = {
         _FIND.replace("[i >> shift]", "[at >> shift]").replace("i - r.start", "at - r.start")
         + "((T*)r.result)[j] += value;",
     ),
-    "mask": Text("int64 at, T sent, bool masking", "raw T u, raw T v", "v[at] -= sent; if (masking) u[at] = 0;"),
+    "take_out": Text("int64 at, T sent, bool masking", "raw T u, raw T v", "v[at] -= sent; if (masking) u[at] = 0;"),
 }

@@ -157,7 +157,7 @@ def test_a_step_takes_few_launches_and_copies():
     ((found, buckets),) = run_ranks(1, one_rank)
     assert buckets == 1
     assert {name: n for name, n in found.items() if name.startswith("dgc_")} == {
-        f"dgc_{name}": 1 for name in ("sweep", "pack", "clear", "place", "update", "mask")
+        f"dgc_{name}": 1 for name in ("sweep", "pack", "clear", "place", "update", "take_out")
     }
     assert found["wait"] == 2, "for the candidates, and for the dense tensors, which have come with them"
     assert found["to device"] <= 6

@@ -16,7 +16,7 @@ FROM_THE_CACHE = """
     from dgc.core.kernels.cpu import NumbaKernels
     positions = np.array([3, 299_999])
     u, v = np.zeros((2, 300_000), np.float32)
-    NumbaKernels(2).mask(u, v, positions, np.full(2, -2, np.float32), masking=True)
+    NumbaKernels(2).take_out(u, v, positions, np.full(2, -2, np.float32), masking=True)
     assert (v.sum(), v[299_999]) == (4, 2)
     stats = cpu.mask_places.stats
     print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
@@ -43,7 +43,7 @@ def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
         from dgc.core.kernels.cpu import NumbaKernels
         import numpy as np
         u, v, sent = np.zeros((3, 3), np.float32)
-        NumbaKernels(1).mask(u, v, np.arange(3), sent, masking=True)
+        NumbaKernels(1).take_out(u, v, np.arange(3), sent, masking=True)
         hits = sum(cpu.mask_places.stats.cache_hits.values())
         print("hits", hits)
     """
@@ -67,7 +67,7 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         from dgc.core import loops as numba_loops
         if sys.argv[1:] == ["kernels"]:
             u, v = np.zeros((2, 10), np.float32)
-            NumbaKernels(1).mask(u, v, np.arange(3), -np.ones(3, np.float32), masking=True)
+            NumbaKernels(1).take_out(u, v, np.arange(3), -np.ones(3, np.float32), masking=True)
             assert v.sum() == 3
             kept = cpu.mask_places
         else:

@@ -76,7 +76,7 @@ def test_state_flags_and_selection_equal_the_reference(numba_kernels, table):
             check_selection(v[w.offset : w.offset + w.length], w, inside)
         assert len(chosen.positions) <= sum(min(k, n) for k, n in zip(ks, lengths, strict=True))
         for kernels, own_u, own_v in ((numba_kernels, u, v), (reference, expected_u, expected_v)):
-            kernels.mask(own_u, own_v, chosen.positions, chosen.values * np.float32(0.75), masking=True)
+            kernels.take_out(own_u, own_v, chosen.positions, chosen.values * np.float32(0.75), masking=True)
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -291,8 +291,8 @@ def test_mask(kernels, k, masking):
     u, v = rng.standard_normal(size + 3).astype(np.float32), rng.standard_normal(size).astype(np.float32)
     decoded = v[positions] * np.float32(0.9)
     expected_u, expected_v = u.copy(), v.copy()
-    kernels.mask(u, v, positions, decoded, masking=masking)
-    ReferenceKernels().mask(expected_u, expected_v, positions, decoded, masking=masking)
+    kernels.take_out(u, v, positions, decoded, masking=masking)
+    ReferenceKernels().take_out(expected_u, expected_v, positions, decoded, masking=masking)
     np.testing.assert_array_equal(u, expected_u)
     np.testing.assert_array_equal(v, expected_v)
 
@@ -325,7 +325,7 @@ def test_places_outside_are_refused(kernels):
     v = np.zeros(10, np.float32)
     for positions in (np.array([3, 10]), np.array([-1, 3])):
         with pytest.raises(LayoutError, match="within"):
-            kernels.mask(v.copy(), v, positions, np.zeros(2, np.float32), masking=True)
+            kernels.take_out(v.copy(), v, positions, np.zeros(2, np.float32), masking=True)
 
 
 # -- dense tensors -----------------------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ class Buckets:
     def in_turn(self, step):
         for b, (u, v) in enumerate(self.states):
             chosen = self.kernels.accumulate_and_select(self.work(step, b), u, v, self.thresholds[b])
-            self.kernels.mask(u, v, chosen.positions, np.float32(0.5) * chosen.values, masking=True)
+            self.kernels.take_out(u, v, chosen.positions, np.float32(0.5) * chosen.values, masking=True)
             self.sent.append((chosen.positions, chosen.values))
 
     def overlapping(self, step):
@@ -445,7 +445,7 @@ class Buckets:
             chosen = under_way()
             under_way = following
             half = np.float32(0.5) * chosen.values
-            self.kernels.mask(u, v, chosen.positions, half, masking=True)
+            self.kernels.take_out(u, v, chosen.positions, half, masking=True)
             self.sent.append((chosen.positions, chosen.values))
 
 

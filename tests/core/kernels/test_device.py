@@ -76,8 +76,8 @@ def test_candidates_entries_and_thresholds_equal_the_cpu_backends():
         wanted = cpu.accumulate_and_select(theirs, u, v, thresholds)
         assert_same_selection(got, wanted)
         same_bits(bucket.thresholds, thresholds)
-        bucket.kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
-        cpu.mask(u, v, wanted.positions, wanted.values, masking=True)
+        bucket.kernels.take_out(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
+        cpu.take_out(u, v, wanted.positions, wanted.values, masking=True)
         same_bits(host(bucket.device_v), v)
         same_bits(host(bucket.device_u), u)
 
@@ -222,9 +222,9 @@ def test_bad_arrays_are_refused():
     with pytest.raises(LayoutError, match="thresholds"):
         kernels.accumulate_and_select([SegmentWork(good, None, 0, 50, 1)], u, v, kernels.new_thresholds(2))
     with pytest.raises(LayoutError, match="lie within"):
-        kernels.mask(u, v, np.array([100]), np.ones(1, np.float32), masking=True)
+        kernels.take_out(u, v, np.array([100]), np.ones(1, np.float32), masking=True)
     with pytest.raises(LayoutError, match="decoded"):
-        kernels.mask(u, v, np.array([1, 2]), np.ones(1, np.float32), masking=True)
+        kernels.take_out(u, v, np.array([1, 2]), np.ones(1, np.float32), masking=True)
 
 
 @pytest.mark.parametrize("tensors", [1, 6])
@@ -246,7 +246,7 @@ def test_a_bucket_takes_one_launch_and_one_wait(tensors):
     results = [device(np.zeros(n, np.float32)) for n in lengths]
     counts.clear()
     bucket.kernels.set_entries(results, bucket.offsets, selection.positions, selection.values)
-    bucket.kernels.mask(bucket.device_u, bucket.device_v, selection.positions, selection.values, masking=True)
+    bucket.kernels.take_out(bucket.device_u, bucket.device_v, selection.positions, selection.values, masking=True)
     assert (counts["wait"], counts["launch"]) == (0, 3)
     assert counts["to device"] <= 3  # and once the owners of the results' elements
 

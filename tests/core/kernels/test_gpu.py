@@ -78,8 +78,8 @@ def test_steps_equal_the_cpu_backend(kernels):
         wanted = cpu.accumulate_and_select(theirs, u, v, thresholds)
         assert_same_selection(got, wanted)
         same_bits(bucket.thresholds, thresholds)
-        kernels.mask(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
-        cpu.mask(u, v, wanted.positions, wanted.values, masking=True)
+        kernels.take_out(bucket.device_u, bucket.device_v, got.positions, got.values, masking=True)
+        cpu.take_out(u, v, wanted.positions, wanted.values, masking=True)
     same_bits(kernels.memory.to_host(bucket.device_v), v)
 
 
@@ -146,7 +146,7 @@ def test_nothing_waits_but_the_selection(kernels):
         times.append(time.perf_counter())
         before()
         kernels.set_entries(results, bucket.offsets, done.positions, done.values)
-        kernels.mask(bucket.device_u, bucket.device_v, done.positions, done.values, masking=True)
+        kernels.take_out(bucket.device_u, bucket.device_v, done.positions, done.values, masking=True)
         times.append(time.perf_counter())
         kernels.wait()
         return np.diff(times)

@@ -78,7 +78,7 @@ def test_positions_count_from_the_beginning_of_the_bucket():
 @pytest.mark.parametrize("masking", [True, False])
 def test_a_mask_subtracts_and_clears(masking):
     u, v = np.arange(4.0), np.arange(4.0) + 10
-    ReferenceKernels().mask(u, v, np.array([1, 3]), np.array([11.0, 12.5]), masking=masking)
+    ReferenceKernels().take_out(u, v, np.array([1, 3]), np.array([11.0, 12.5]), masking=masking)
     assert v.tolist() == [10, 0, 12, 0.5]
     assert u.tolist() == ([0, 0, 2, 0] if masking else [0, 1, 2, 3])
 

@@ -50,7 +50,7 @@ CONCURRENT = """
                     and np.array_equal(chosen.positions, expected.positions)):
                 failures.append((seed, step))
             for own_u, own_v in ((u, v), (expected_u, expected_v)):
-                kernels.mask(own_u, own_v, chosen.positions, chosen.values, masking=True)
+                kernels.take_out(own_u, own_v, chosen.positions, chosen.values, masking=True)
             kernels.sums_of_squares([u, v])
 
     threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
@@ -135,7 +135,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
                 for n, o in zip(lengths, offsets, strict=True)
             ]
             chosen = kernels.accumulate_and_select(work, u, v, thresholds)
-            kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
+            kernels.take_out(u, v, chosen.positions, chosen.values, masking=True)
             seen += [chosen.positions, chosen.values, thresholds.copy()]
         outcomes.append([*seen, u, v])
     for one, two in zip(*outcomes, strict=True):

@@ -83,7 +83,7 @@ def test_many_tensors_of_many_sizes_are_exact_in_99_of_100_steps(kernels):
         assert np.all(sent <= ks)
         assert np.all(sent >= 0.8 * ks)
         right, total = right + np.sum(sent == ks), total + len(ks)
-        kernels.mask(u, v, chosen.positions, chosen.values, masking=True)
+        kernels.take_out(u, v, chosen.positions, chosen.values, masking=True)
     assert right >= 0.99 * total
 
 
@@ -200,7 +200,7 @@ def test_residuals_that_pile_up_are_foreseen(kernels, monkeypatch, cycle):
         found = kernels.accumulate_and_select(work, u, v, thresholds)
         assert len(found.positions) >= 0.9 * k
         candidates.append(np.count_nonzero(np.abs(v) >= reached) / k)
-        kernels.mask(u, v, found.positions, found.values, masking=True)
+        kernels.take_out(u, v, found.positions, found.values, masking=True)
     assert len(calls) <= 5, "of 60; each reads all residuals once more"
     assert np.mean(candidates[10:]) <= 5, "times k are looked at, where k are sent"
 

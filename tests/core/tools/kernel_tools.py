@@ -123,7 +123,7 @@ class Trainee:
         self.tally.exact += exact
         self._short = 0 if exact else self._short + 1
         self.tally.short_in_a_row = max(self.tally.short_in_a_row, self._short)
-        self.kernels.mask(self.u, self.v, chosen.positions, chosen.values, masking=True)
+        self.kernels.take_out(self.u, self.v, chosen.positions, chosen.values, masking=True)
         return chosen.positions
 
 
