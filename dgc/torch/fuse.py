@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import types
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -204,36 +204,14 @@ class _Fused:
             new = {id(p): p for p in group["params"] if id(p) not in self._seen and p.requires_grad}
             self._seen.update(new)
             kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-            for p in new.values():
-                if _is_fusable(p):
-                    kinds[p.dtype, p.device].append(p)
+            for p in filter(_is_fusable, new.values()):
+                kinds[p.dtype, p.device].append(p)
             for members in kinds.values():
                 placed = sorted(members, key=Tensor.data_ptr)
                 if not _are_adjacent(placed):  # moved in the group's order, whatever the allocator did
-                    placed = self._moved(members, optimizer) if self._do_flatten else []
+                    placed = _moved(members, optimizer) if self._do_flatten else []
                 if len(placed) > 1:
                     self._flats.append(_Flat(placed))
-
-    def _moved(self, members: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-        """Move weights that own their memory into one buffer; values and strides stay.
-
-        The more aligned a weight's size is, the earlier it comes. So every weight starts as well aligned as its own
-        size allows, without padding, and matrix kernels keep their fast paths.
-        """
-        users: dict[int, int] = defaultdict(int)
-        for p in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
-            if p.layout is torch.strided:
-                users[p.untyped_storage().data_ptr()] += 1
-        movable = [p for p in members if _owns_its_memory(p) and users[p.untyped_storage().data_ptr()] == 1]
-        if len(movable) < 2:
-            return []
-        movable.sort(key=lambda p: min(p.nbytes & -p.nbytes, _ALIGNMENT), reverse=True)
-        flat = torch.empty(sum(p.numel() for p in movable), dtype=movable[0].dtype, device=movable[0].device)
-        for p, offset in zip(movable, _offsets(movable), strict=False):
-            moved = _alias(flat, offset, p)
-            moved.copy_(p.detach())
-            p.data = moved
-        return movable
 
     def update(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Run the plain step while the optimizer sees flat parameters, then restore its groups."""
@@ -254,18 +232,13 @@ class _Fused:
         shown, used = [], []
         self._flats = [part for flat in self._flats for part in flat.split()]
         for group in groups:
-            here, seen = {id(p) for p in group["params"]}, dict(group)
-            flats = [flat for flat in self._flats if flat.ids <= here]
+            here = {id(p) for p in group["params"]}
             # A differentiable step must see the user's own tensors; a parameter that is listed twice is stepped twice.
-            if group.get("differentiable") or len(here) < len(group["params"]):
-                flats = []
-            flats = [flat for flat in flats if flat.gather_gradients() and flat.gather_state(state)]
-            if flats:
-                fused = set().union(*(flat.ids for flat in flats))
-                rest = [p for p in group["params"] if id(p) not in fused]
-                seen["params"] = [*(flat.weight for flat in flats), *rest]
-                seen.pop("param_names", None)  # there is no name for a flat parameter
-            shown.append(seen)
+            plain = group.get("differentiable") or len(here) < len(group["params"])
+            flats = [flat for flat in self._flats if not plain and flat.ids <= here and flat.gather(state)]
+            fused = set().union(*(flat.ids for flat in flats))
+            rest = [p for p in group["params"] if id(p) not in fused]
+            shown.append({**group, "params": [*(flat.weight for flat in flats), *rest]})
             used += flats
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         for flat in used:
@@ -286,6 +259,17 @@ class _Fused:
                 group.update((key, value) for key, value in seen.items() if key != "params")
 
 
+class _Held(NamedTuple):
+    """One key of a flat parameter's state: the tensor that the optimizer is shown, and what the members have of it.
+
+    That are parts of the tensor, (n,), or of a value that a parameter has once, as Adam's step, ``copies``, (m, ...).
+    """
+
+    shown: Tensor
+    shares: list[Tensor]
+    copies: Tensor | None = None
+
+
 class _Flat:
     """Parameters without gaps between them, stepped as one."""
 
@@ -300,9 +284,7 @@ class _Flat:
         self._gradients = self._parts(self.weight.grad)
         self._gradient_places = _places(self._gradients)
         self.state: dict[str, Any] = {}
-        # By key of the state, what every member's state holds: part of a flat tensor, or a copy of a shared value.
-        self._shares: dict[str, list[Tensor]] = {}
-        self._copies: dict[str, Tensor] = {}  # (m, ...), of values that a parameter has once, as Adam's step
+        self._held: dict[str, _Held] = {}
 
     def is_in_place(self) -> bool:
         return _places(self.members) == self._places
@@ -315,7 +297,11 @@ class _Flat:
             return [self]
         return [_Flat(part) for part in parts if len(part) > 1]
 
-    def gather_gradients(self) -> bool:
+    def gather(self, state: Mapping[Tensor, dict]) -> bool:
+        """Bring the members' gradients and state together; False if one step cannot update all of them."""
+        return self._gather_gradients() and self._gather_state(state)
+
+    def _gather_gradients(self) -> bool:
         """Bring gradients to their place, where the optimizer steps on them; False if they cannot be fused.
 
         The user sees that place as ``.grad``, so an optimizer that changes gradients in place, or a loop that
@@ -344,99 +330,107 @@ class _Flat:
             self.members[i].grad = target
         return True
 
-    def gather_state(self, state: Mapping[Tensor, dict]) -> bool:
-        """Make ``self.state`` what the members' state is; False if one step cannot update all of them."""
+    def _gather_state(self, state: Mapping[Tensor, dict]) -> bool:
+        """Make ``self.state`` what the members' state is; False if they differ in more than their elements."""
         states = [state.get(p, {}) for p in self.members]
-        keys = states[0].keys()
+        keys, self.state = states[0].keys(), {}
+        self._held = {key: held for key, held in self._held.items() if key in keys}
         if any(s.keys() != keys for s in states):
             return False
-        self._forget(self._shares.keys() - keys)
-        gathered = {}
         for key in keys:
             values = [s[key] for s in states]
-            if isinstance(values[0], Tensor):
-                if not self._gather_tensor(key, values, states):
+            first, held = values[0], self._held.get(key)
+            if isinstance(first, _PLAIN_VALUES):
+                if any(type(v) is not type(first) or v != first for v in values):
                     return False
-                gathered[key] = self.state[key]
-            elif isinstance(values[0], _PLAIN_VALUES) and all(
-                type(v) is type(values[0]) and v == values[0] for v in values
-            ):
-                gathered[key] = values[0]
-            else:
+                self.state[key] = first
+                continue
+            if not isinstance(first, Tensor):
                 return False
-        self.state = gathered
+            if held is None or any(v is not share for v, share in zip(values, held.shares, strict=True)):
+                if (held := self._held_of(values)) is None:
+                    return False
+                self._hold(key, held, states)
+            if held.copies is not None:
+                # Somebody else, a plain step perhaps, may have written to them.
+                held.shown.copy_(held.copies[0])
+                if not (held.copies == held.copies[0]).all():
+                    return False
+            self.state[key] = held.shown
         return True
 
-    def _gather_tensor(self, key: str, values: list[Tensor], states: list[dict[str, Any]]) -> bool:
-        if not _are_same(values, self._shares.get(key)):
-            first = values[0]
-            for value in values:
-                if not isinstance(value, Tensor) or value.layout is not torch.strided or value.requires_grad:
-                    return False
-                if value.dtype != first.dtype or value.device != first.device:
-                    return False
-            if all(value.shape == p.shape for value, p in zip(values, self.members, strict=True)):
-                flat = torch.empty(self._offsets[-1], dtype=first.dtype, device=first.device)
-                shares = self._parts(flat)
-                torch._foreach_copy_(shares, values)
-                self._share(key, flat, shares, states)
-            elif all(value.numel() == 1 and value.shape == first.shape for value in values):
-                self._copy(key, first.clone(), torch.stack(values), states)
-            else:
-                return False
-        copies = self._copies.get(key)
-        if copies is None:
-            return True
-        # Somebody else, a plain step perhaps, may have written to them.
-        self.state[key].copy_(copies[0])
-        return bool((copies == copies[0]).all())
+    def _held_of(self, values: list[Any]) -> _Held | None:
+        """The members' tensors of one key in new memory; None if they are neither elements nor one value each."""
+        first = values[0]
+        for value in values:
+            if not isinstance(value, Tensor) or value.layout is not torch.strided or value.requires_grad:
+                return None
+            if value.dtype != first.dtype or value.device != first.device:
+                return None
+        if all(value.shape == p.shape for value, p in zip(values, self.members, strict=True)):
+            flat = torch.empty(self._offsets[-1], dtype=first.dtype, device=first.device)
+            shares = self._parts(flat)
+            torch._foreach_copy_(shares, values)
+            return _Held(flat, shares)
+        if any(value.numel() != 1 or value.shape != first.shape for value in values):
+            return None
+        copies = torch.stack(values)
+        return _Held(first.clone(), list(copies), copies)  # views of one buffer: one call writes them all
 
     def scatter_state(self, state: Mapping[Tensor, dict]) -> None:
         """Give the members what the step left in ``self.state``; after it autograd knows that they were written."""
         for p in self.members:
             torch.autograd.graph.increment_version(p)
-        states = [state[p] for p in self.members] if self.state or self._shares else []
+        if not self.state and self.members[0] not in state:
+            return
+        states = [state[p] for p in self.members]
+        for key, s in itertools.product(states[0].keys() - self.state.keys(), states):
+            del s[key]
         for key, value in self.state.items():
             if not isinstance(value, Tensor):
                 for s in states:
                     s[key] = value
-            elif value.shape == self.weight.shape:
-                shares = self._shares.get(key)
-                if shares is None or key in self._copies or shares[0].data_ptr() != value.data_ptr():
+                continue
+            held = self._held.get(key)
+            copies = None if held is None else held.copies
+            if value.shape == self.weight.shape:
+                if held is None or copies is not None or held.shown.data_ptr() != value.data_ptr():
                     flat = value.detach().contiguous()
-                    self._share(key, flat, self._parts(flat), states)
-            elif key in self._copies and self._copies[key].shape[1:] == value.shape:
-                self._copies[key].copy_(value)
+                    self._hold(key, _Held(flat, self._parts(flat)), states)
+            elif copies is not None and copies.shape[1:] == value.shape:
+                copies.copy_(value)
             else:
-                self._copy(key, value, value.expand(len(states), *value.shape).clone(), states)
-        dropped = self._shares.keys() - self.state.keys()
-        self._forget(dropped)
-        for key, s in itertools.product(dropped, states):
-            s.pop(key, None)
+                copies = value.expand(len(states), *value.shape).clone()
+                self._hold(key, _Held(value, list(copies), copies), states)
 
-    def _forget(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            del self._shares[key]
-            self._copies.pop(key, None)
-
-    def _share(self, key: str, flat: Tensor, shares: list[Tensor], states: list[dict[str, Any]]) -> None:
-        self.state[key], self._shares[key] = flat, shares
-        self._copies.pop(key, None)
-        for s, share in zip(states, shares, strict=True):
+    def _hold(self, key: str, held: _Held, states: list[dict[str, Any]]) -> None:
+        self._held[key] = held
+        for s, share in zip(states, held.shares, strict=True):
             s[key] = share
-
-    def _copy(self, key: str, value: Tensor, copies: Tensor, states: list[dict[str, Any]]) -> None:
-        # Views of one buffer: one call writes them all.
-        self._share(key, value, list(copies), states)
-        self._copies[key] = copies
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """Every member's place in ``flat`` (n,)."""
         return [_alias(flat, offset, p) for p, offset in zip(self.members, self._offsets, strict=False)]
 
 
-def _are_same(values: Sequence[Any], others: Sequence[Any] | None) -> bool:
-    return others is not None and all(value is other for value, other in zip(values, others, strict=True))
+def _moved(members: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
+    """Move weights that own their memory into one buffer; values and strides stay.
+
+    The more aligned a weight's size is, the earlier it comes. So every weight starts as well aligned as its own size
+    allows, without padding, and matrix kernels keep their fast paths.
+    """
+    everywhere = (p for group in optimizer.param_groups for p in group["params"] if p.layout is torch.strided)
+    users = Counter(p.untyped_storage().data_ptr() for p in everywhere)
+    movable = [p for p in members if _owns_its_memory(p) and users[p.untyped_storage().data_ptr()] == 1]
+    if len(movable) < 2:
+        return []
+    movable.sort(key=lambda p: min(p.nbytes & -p.nbytes, _ALIGNMENT), reverse=True)
+    flat = torch.empty(sum(p.numel() for p in movable), dtype=movable[0].dtype, device=movable[0].device)
+    for p, offset in zip(movable, _offsets(movable), strict=False):
+        moved = _alias(flat, offset, p)
+        moved.copy_(p.detach())
+        p.data = moved
+    return movable
 
 
 def _places(tensors: Iterable[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
