@@ -230,7 +230,7 @@ def gathered_states(compression: DGCCompressor) -> dict[str, Any]:
         engine.require_open("state_dict()")
         engine.require_between_steps("state_dict()", whole=True)
     own = np.frombuffer(_as_bytes(compression).getbuffer(), np.uint8)
-    gathered = [own] if engine is None else _gather(engine.transport, own)
+    gathered = [own] if engine is None else gather_bytes(engine.transport, own)
     return {"ranks": [torch.from_numpy(state) for state in gathered]}
 
 
@@ -299,10 +299,10 @@ def _agree(transport: Transport, work: Callable[[], dict[str, Any]], what: str) 
     agree_or_raise(transport, work, f"results of the attempt to {what}", TransportError)
 
 
-def _gather(transport: Transport, own: np.ndarray) -> list[np.ndarray]:
-    """Arrays of bytes of any length, on rank 0."""
+def gather_bytes(transport: Transport, own: np.ndarray, root: int = 0) -> list[np.ndarray]:
+    """Every rank's (n_r,) uint8, on the rank ``root``; nothing on the others. Collective."""
     sizes = gather_values(transport, own.size)
-    whole = [np.empty(size, np.uint8) for size in sizes] if transport.rank == 0 else []
+    whole = [np.empty(size, np.uint8) for size in sizes] if transport.rank == root else []
     for start in range(0, max(sizes), _CHUNK):
         part = np.zeros(min(_CHUNK, max(sizes) - start), np.uint8)
         part[: max(0, own.size - start)] = own[start : start + part.size]

@@ -6,11 +6,14 @@ P = number of ranks.
 from __future__ import annotations
 
 import io
+import itertools
 import operator
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,10 +22,11 @@ from torch.utils._pytree import tree_map_only
 from dgc.adapter.engine import Uncopied
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
+from dgc.torch.checkpoint import gather_bytes
 from dgc.torch.distributed import TorchJob, job_of
 from dgc.torch.momentum import DGCMomentum
 from dgc.torch.untraced import untraced
-from dgc.transport.agreement import agree_or_raise, gather_values
+from dgc.transport.agreement import agree_or_raise
 
 Group = dict[str, Any]
 
@@ -35,43 +39,26 @@ _ADVICE = (
 )
 
 
-class Partition:
-    """Owners of the parameters of all groups so far.
+def owners_of(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """By group, the rank that owns each parameter: of a group the largest first, to the rank with the least elements.
 
-    Attributes:
-        loads: (P,) elements per rank; carried from group to group, so that the whole model is balanced.
-        owners: by group, the owning rank of each parameter in registration order.
+    Loads are carried from group to group, so that the whole model is balanced and groups that come later leave earlier
+    owners as they are. Ties go to the lower rank and, among parameters, to the earlier one.
+
+    Args:
+        groups: by group, each parameter's number of elements.
+        size: P.
+
+    Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (stage 1); greedy scheduling after Graham 1969.
     """
-
-    def __init__(self, size: int) -> None:
-        """Start with ``size`` = P empty ranks."""
-        self.loads = [0] * size
-        self.owners: list[list[int]] = []
-
-    def add_group(self, numels: Sequence[int]) -> list[int]:
-        """Give each parameter of a new group to the rank with the least elements so far, the largest first.
-
-        Earlier groups keep their owners. Ties go to the lower rank and, among parameters, to the earlier one. Elements
-        and owners are in registration order.
-
-        Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (stage 1); greedy scheduling after Graham 1969.
-        """
+    loads, found = [0] * size, []
+    for numels in groups:
         owners = [0] * len(numels)
         for i in sorted(range(len(numels)), key=lambda i: -numels[i]):
-            owners[i] = self.loads.index(min(self.loads))
-            self.loads[owners[i]] += numels[i]
-        self.owners.append(owners)
-        return owners
-
-    def indices(self) -> list[list[list[int]]]:
-        """By rank and group, the owned parameters' numbers, counted over all groups in registration order."""
-        table: list[list[list[int]]] = [[[] for _ in self.owners] for _ in self.loads]
-        number = 0
-        for group, owners in enumerate(self.owners):
-            for owner in owners:
-                table[owner][group].append(number)
-                number += 1
-        return table
+            owners[i] = loads.index(min(loads))
+            loads[owners[i]] += numels[i]
+        found.append(owners)
+    return found
 
 
 class ZeroRedundancyOptimizer(Uncopied, Optimizer):
@@ -97,11 +84,12 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
 
     param_groups: list[Group]
     defaults: dict[str, Any]
+    state: defaultdict[Any, Any]
     optim: Optimizer
     optimizer_class: type[Optimizer]
     _job: TorchJob
     _transport: Transport
-    _partition: Partition
+    _owners: list[list[int]]
 
     _ready = False
     _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
@@ -152,10 +140,9 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         self._job = _job_among(group, process_group, process_set)
         self._job.require_ready()
         self._transport = self._job.make_transport()
-        self._partition = Partition(self._transport.size)
         self._flat: list[tuple[int, Tensor]] | None = [] if parameters_as_bucket_view else None
-        self._places: list[Tensor] = []  # of the parameters in flat buffers
-        self._consolidated: list[dict[Any, Any]] | None = None
+        self._places: list[tuple[Tensor, Tensor]] = []  # parameters in flat buffers, and their parts of them
+        self._consolidated: dict[Any, Any] | None = None
         self._loads = 0  # states loaded so far
 
         def build() -> dict[str, Any]:
@@ -165,10 +152,10 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
                     "pass, and parameters are sent after the update"
                 )
             self.optimizer_class = _checked_class(optimizer_class)
-            Optimizer.__init__(self, _listed(params), dict(defaults))
-            _require_shardable(self.param_groups)
-            for each in self.param_groups:
-                self._partition.add_group([p.numel() for p in each["params"]])
+            if isinstance(params, (set, frozenset)):
+                raise TypeError("params is a set, whose order differs between ranks; give a list")
+            Optimizer.__init__(self, params, dict(defaults))
+            self._share_out()
             self.optim = self.optimizer_class(self._local_groups(), **defaults)
             return {
                 "optimizer_class": self.optimizer_class.__name__,
@@ -188,15 +175,21 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         """Be what the optimizer with these groups is, in a class that Horovod has derived from it."""
         origin = groups.owner()
         assert origin is not None, "Horovod holds it"
-        taken = ("optim", "optimizer_class", "_job", "_transport", "_partition", "_flat", "_places", "_consolidated")
+        taken = ("optim", "optimizer_class", "_job", "_transport", "_owners", "_flat", "_places", "_consolidated")
         Optimizer.__init__(self, list(groups), origin.defaults)
         self.__dict__.update({name: vars(origin)[name] for name in (*taken, "_loads")})
         self._settle()
 
+    def _share_out(self) -> None:
+        _require_shardable(self.param_groups)
+        numels = [[p.numel() for p in group["params"]] for group in self.param_groups]
+        self._owners = owners_of(numels, self._transport.size)
+
     def _settle(self) -> None:
         _copy_options(self.optim.param_groups, self.param_groups)
-        self.param_groups = _OwnedGroups(self.param_groups)
-        self.param_groups.owner = weakref.ref(self)
+        if not isinstance(self.param_groups, _OwnedGroups):
+            self.param_groups = _OwnedGroups(self.param_groups)
+            self.param_groups.owner = weakref.ref(self)
         self._known = self._ids()
         self._fill_buffers()
         self._ready = True
@@ -259,10 +252,10 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         if self._transport.size == 1:
             return
         if self._flat is None:
-            owners = [owner for group in self._partition.owners for owner in group]
-            tensors = [(owner, p) for owner, p in zip(owners, self._all(), strict=True) if p.numel()]
+            tensors = [(owner, p) for owner, p in self._owned() if p.numel()]
         else:
-            if not all(map(_is_at, self._ordered(), self._places)):  # model.to() and the like re-point parameters
+            moved = any(p.data_ptr() != q.data_ptr() or p.stride() != q.stride() for p, q in self._places)
+            if moved:  # model.to() and the like re-point parameters
                 self._fill_buffers()
             tensors = self._flat
         self._job.broadcast((f"dgc.zero.{i}", owner, tensor) for i, (owner, tensor) in enumerate(tensors))()
@@ -272,23 +265,18 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         """Move each owner's parameters to flat buffers, one for each device and type."""
         if self._flat is None:
             return
-        self._flat, self._places, start = [], [], 0
-        ordered = self._ordered()
-        shares = [[n for group in groups for n in group] for groups in self._partition.indices()]
-        for owner, share in enumerate(shares):
-            members, start = ordered[start : start + len(share)], start + len(share)
-            kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for p in members:
-                kinds.setdefault((p.device, p.dtype), []).append(p)
-            places = {}
-            for (device, dtype), each in kinds.items():
-                flat = torch.empty(sum(p.numel() for p in each), dtype=dtype, device=device)
-                for p, part in zip(each, flat.split([p.numel() for p in each]), strict=True):
-                    places[id(p)] = part.view(p.shape)
-                    p.data = places[id(p)].copy_(p.data)
-                if flat.numel():
-                    self._flat.append((owner, flat))
-            self._places += [places[id(p)] for p in members]
+        self._flat, self._places = [], []
+        kinds: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        for owner, p in self._owned():
+            if p.numel():
+                kinds.setdefault((owner, p.device, p.dtype), []).append(p)
+        for (owner, device, dtype), members in kinds.items():
+            sizes = [p.numel() for p in members]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            for p, part in zip(members, flat.split(sizes), strict=True):
+                p.data = part.view(p.shape).copy_(p.data)
+                self._places.append((p, p.data))
+            self._flat.append((owner, flat))
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, which are given to the ranks with the least elements; old ones keep their owners.
@@ -300,6 +288,8 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
             LayoutError: sparse, complex, of another type than the other parameters, or in the same memory.
             ConfigError: a ``DistributedOptimizer`` has been wrapped around, and would not average the new ones.
         """
+        if isinstance(param_group, dict) and "params" not in param_group:
+            raise LayoutError(f"a parameter group has no 'params', only {sorted(param_group)}")
         if not self._ready:  # torch's constructor calls this for every group
             super().add_param_group(param_group)
             return
@@ -309,20 +299,15 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
                 "wrapped, and not those of a new group; call add_param_group before wrapping"
             )
         self._require_known_parameters()
-        super().add_param_group(*_listed([param_group]))
-        group, number = self.param_groups[-1], len(self.param_groups) - 1
-        loads = list(self._partition.loads)
+        number = len(self.param_groups)
+        super().add_param_group(param_group)
         try:
-            _require_shardable(self.param_groups)
-            owners = self._partition.add_group([p.numel() for p in group["params"]])
-            self.optim.add_param_group(_local_group(group, owners, self._transport.rank))
+            self._share_out()
+            self.optim.add_param_group(self._local_groups()[number])
         except Exception:
-            self._partition.loads[:] = loads
-            del self.param_groups[number:], self.optim.param_groups[number:], self._partition.owners[number:]
+            del self.param_groups[number:], self.optim.param_groups[number:], self._owners[number:]
             raise
-        _copy_options(self.optim.param_groups, self.param_groups)
-        self._known = self._ids()
-        self._fill_buffers()
+        self._settle()
 
     def partition_parameters(self) -> list[list[Group]]:
         """By rank, the parameter groups that it owns: for each group a dict of its options and parameters."""
@@ -341,37 +326,24 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
             LayoutError: ``param_groups`` were changed by hand.
             RemoteError: it failed on another rank.
         """
-        rank, size = self._transport.rank, self._transport.size
-        data = torch.empty(0, dtype=torch.uint8)
+        file = io.BytesIO()
 
         def build() -> dict[str, int]:
-            nonlocal data
-            number = operator.index(to)
+            number, size = operator.index(to), self._transport.size
             if not 0 <= number < size:
                 raise ConfigError(f"to={number}, but the optimizer's ranks are 0 to {size - 1}")
             self._require_known_parameters()
             _copy_options(self.param_groups, self.optim.param_groups)
-            buffer = io.BytesIO()
-            torch.save(_full_entries(self.optim.state_dict(), self._partition.indices()[rank]), buffer)
-            data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+            torch.save(_full_entries(self.optim.state_dict(), self._indices()[self._transport.rank]), file)
             return {"to": number}
 
         what, advice = "arguments of consolidate_state_dict", "Name the same rank everywhere."
         agree_or_raise(self._transport, build, what, advice=advice)
         self._consolidated = None
-        device = next(iter(self._all())).device  # NCCL carries nothing else
-        found = []
-        for owner, length in enumerate(gather_values(self._transport, data.numel())):
-            part = data if owner == rank else data.new_empty(length)
-            if owner != to:
-                moved = part.to(device)
-                self._job.broadcast([("dgc.zero.state", owner, moved)])()
-                part = moved.cpu()
-            if rank == to:
-                found.append(part)
-        if rank == to:  # bytes of other ranks of this job
-            files = [io.BytesIO(part.numpy().tobytes()) for part in found]
-            self._consolidated = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+        parts = gather_bytes(self._transport, np.frombuffer(file.getbuffer(), np.uint8), to)
+        if self._transport.rank == to:  # bytes of other ranks of this job
+            loaded = (torch.load(io.BytesIO(part.tobytes()), map_location="cpu", weights_only=False) for part in parts)
+            self._consolidated = {key: value for part in loaded for key, value in part.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's state as of the last ``consolidate_state_dict``, in torch's ordinary layout.
@@ -383,26 +355,20 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         Raises:
             RuntimeError: this rank has no consolidated state, or loaded another one since.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self._transport.rank} holds only its own share of the optimizer's state: call "
                 f"consolidate_state_dict(to={self._transport.rank}) on all ranks first (and instead of broadcasting a "
                 "state, load_state_dict on every rank: each takes its share)"
             )
-        packed, number = [], 0
-        for group in self.param_groups:
-            numbers = list(range(number, number + len(group["params"])))
-            packed.append({**{k: _copied(v) for k, v in group.items() if k != "params"}, "params": numbers})
-            number += len(numbers)
-        entries = {key: _copied(value) for part in self._consolidated for key, value in part.items()}
-        ordered = dict(sorted(entries.items(), key=lambda item: (not isinstance(item[0], int), item[0])))
-        full = {"state": ordered, "param_groups": packed, "partition": self._partition.indices()}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, full)
-            full = full if changed is None else changed
-        return full
+        own, left = self.state, dict(self._consolidated)
+        whole = {p: left.pop(number) for number, p in enumerate(self._all()) if number in left}
+        self.state = defaultdict(dict, {**whole, **left})
+        try:
+            full = super().state_dict()
+        finally:
+            self.state = own
+        return _copied({**full, "partition": self._indices()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this class or of the unsharded optimizer on every rank, where each takes its share.
@@ -424,7 +390,7 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
                 f"the loaded state dict has parameter groups of {saved} parameters, the optimizer of {here}; it "
                 "belongs to another model or another choice of groups"
             )
-        self.optim.load_state_dict(_local_dict(state_dict, self._partition.indices()[self._transport.rank]))
+        self.optim.load_state_dict(_local_dict(state_dict, self._indices()[self._transport.rank]))
         _copy_options(state_dict["param_groups"], self.param_groups)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
@@ -467,10 +433,16 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         """All parameters in registration order."""
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _ordered(self) -> list[Tensor]:
-        """All parameters, those of rank 0 first."""
-        parameters = self._all()
-        return [parameters[n] for groups in self._partition.indices() for group in groups for n in group]
+    def _owned(self) -> Iterable[tuple[int, Tensor]]:
+        """All parameters in registration order, each behind its owner."""
+        return zip(itertools.chain(*self._owners), self._all(), strict=True)
+
+    def _indices(self) -> list[list[list[int]]]:
+        """By rank and group, the owned parameters' numbers, counted over all groups in registration order."""
+        numbers = itertools.count()
+        numbered = [[(owner, next(numbers)) for owner in owners] for owners in self._owners]
+        ranks = range(self._transport.size)
+        return [[[n for owner, n in group if owner == rank] for group in numbered] for rank in ranks]
 
     def _names(self) -> list[str]:
         """Every parameter's place, followed by its own name if it has one; no two are alike."""
@@ -490,9 +462,13 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         }
 
     def _local_groups(self, rank: int | None = None) -> list[Group]:
+        """A rank's share of each group, this one's if None; it may be empty, so that every rank has every group."""
         rank = self._transport.rank if rank is None else rank
-        pairs = zip(self.param_groups, self._partition.owners, strict=True)
-        return [_local_group(group, owners, rank) for group, owners in pairs]
+        groups = []
+        for group, owners in zip(self.param_groups, self._owners, strict=True):
+            owned = [p for p, owner in zip(group["params"], owners, strict=True) if owner == rank]
+            groups.append({**{k: v for k, v in group.items() if k not in _NO_OPTIONS}, "params": owned})
+        return groups
 
     def _ids(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]
@@ -575,21 +551,6 @@ def _checked_class(optimizer_class: object) -> type[Optimizer]:
     return optimizer_class
 
 
-def _listed(params: Any) -> Any:
-    """A generator as a list; what is wrong with it otherwise, torch's constructor says."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(f"params is a {type(params).__name__}; give an iterable of tensors or of group dicts")
-    if isinstance(params, (set, frozenset)):
-        raise TypeError("params is a set, whose order differs between ranks; give a list")
-    items = list(params)
-    for item in items:
-        if isinstance(item, dict) and "params" not in item:
-            raise LayoutError(f"a parameter group has no 'params', only {sorted(item)}")
-    if 0 < sum(isinstance(item, dict) for item in items) < len(items):
-        raise TypeError("params mixes tensors and group dicts; give one or the other")
-    return items
-
-
 def _require_shardable(groups: Iterable[Group]) -> None:
     """Refuse parameters that ranks cannot own one by one."""
     tensors = [p for group in groups for p in group["params"]]
@@ -630,16 +591,6 @@ def _plain(value: object) -> object:
 def _copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[Group]) -> None:
     for given, taken in zip(source, target, strict=True):
         taken.update((k, v) for k, v in given.items() if k not in _NO_OPTIONS)
-
-
-def _local_group(group: Mapping[str, Any], owners: Sequence[int], rank: int) -> Group:
-    """A rank's share of a group; it may be empty, so that every rank has every group."""
-    owned = [p for p, owner in zip(group["params"], owners, strict=True) if owner == rank]
-    return {**{k: v for k, v in group.items() if k not in _NO_OPTIONS}, "params": owned}
-
-
-def _is_at(parameter: Tensor, place: Tensor) -> bool:
-    return parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride()
 
 
 def _copied(value: object) -> Any:

@@ -411,9 +411,10 @@ def constructor_errors():
     p, q, sgd = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2).double()), torch.optim.SGD
     bad = [
         (ValueError, "empty parameter list", [[], sgd]),
-        (TypeError, "is a Tensor", [torch.zeros(3), sgd]),
-        (TypeError, "is a int", [12, sgd]),
-        (TypeError, "mixes", [[p, {"params": [p]}], sgd]),
+        (TypeError, "iterable of Tensors or dicts", [torch.zeros(3), sgd]),
+        (TypeError, "not iterable", [12, sgd]),
+        (TypeError, "can only optimize Tensors", [[p, {"params": [p]}], sgd]),
+        (TypeError, "must be a dict", [[{"params": [p]}, p], sgd]),
         (TypeError, "can only optimize Tensors", [[p, 12], sgd]),
         (TypeError, "can only optimize Tensors", [[{"params": ["x"]}], sgd]),
         (TypeError, "set", [[{"params": {p}}], sgd]),
