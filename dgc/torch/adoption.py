@@ -123,25 +123,18 @@ class Adoption:
                     warnings.warn(_LEFT.format(name), RuntimeWarning, stacklevel=2)
                 elif config.momentum and any(group.get("weight_decay") for group in groups):
                     warnings.warn(_DECAY_LEFT.format(name), RuntimeWarning, stacklevel=2)
-            self._warn_of_first_moment(optimizer)
-
-    def _warn_of_first_moment(self, optimizer: torch.optim.Optimizer) -> None:
-        for group, _ in self._groups(optimizer):
-            betas = group.get("betas")
-            if isinstance(betas, (tuple, list)) and betas and betas[0]:
-                warn_of_first_moment(updating_class(optimizer).__name__, betas[0], self._config.momentum)
-                return
+            betas = [group.get("betas") for group, _ in self._groups(optimizer)]
+            first = next((b[0] for b in betas if isinstance(b, (tuple, list)) and b and b[0]), None)
+            if first is not None:
+                warn_of_first_moment(name, first, config.momentum)
 
     def read(self, optimizer: torch.optim.Optimizer, step: int | None = None, *, anew: bool = False) -> None:
-        """Follow what the optimizer's groups hold.
+        """Follow what the groups of the optimizer hold that steps the parameters; errors are the constructor's.
 
         Args:
-            optimizer: the optimizer that steps the parameters (of Horovod's, at first the one it is built from).
+            optimizer: of Horovod's, at first the one it is built from.
             step: that begins, from 0; None at construction, when no first moment is taken yet.
             anew: whether a state was loaded into the optimizer or the compressor since the last step.
-
-        Raises:
-            ConfigError: as in the constructor.
         """
         if anew:
             self._settled.clear()
@@ -178,9 +171,7 @@ class Adoption:
     def hide(self, optimizer: torch.optim.Optimizer, options: Sequence[str] | None = None) -> None:
         """Let the groups hold 0 until :meth:`show`, so that the optimizer does not apply what the compressor does.
 
-        Args:
-            optimizer: that is about to update the parameters.
-            options: names of those to hide; all that were adopted if None.
+        ``options`` are the names of those to hide; all that were adopted if None.
         """
         for group, ours in self._groups(optimizer):
             _, own = self._hidden.setdefault(id(group), (group, {}))
@@ -208,11 +199,7 @@ class Adoption:
                     group[option] = value
 
     def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse momentum or decay of another optimizer than the one it was taken from.
-
-        Raises:
-            ConfigError: it would be applied twice.
-        """
+        """Refuse momentum or decay of another optimizer than the one it was taken from: it would be applied twice."""
         for group, ours in self._groups(optimizer):
             for option in self.options:
                 value = group.get(option)
@@ -229,11 +216,8 @@ class Adoption:
         """Turn the optimizer's momentum into u: SGD's buffers wherever there are any, first moments where u begins.
 
         Call it after :meth:`read`. SGD's buffers are taken out of its state; first moments stay, and are overwritten.
-
-        Args:
-            optimizer: the owner of the parameters.
-            restored: whether a state was loaded into it alone. Then buffers that are all zero count as well, as
-                ``hvd.broadcast_optimizer_state`` makes them where there were none.
+        Where a state was loaded into the optimizer alone (``restored``), buffers that are all zero count as well, as
+        ``hvd.broadcast_optimizer_state`` makes them where there were none.
 
         Returns:
             Whether anything other than 0 became u.
@@ -243,8 +227,10 @@ class Adoption:
         found: dict[int, torch.Tensor] = {}
         for group, ours in self._groups(optimizer):
             if self._averages:
-                if self._steps is not None and (restored or self._steps == 0) and self._has_moment(ours):
-                    found.update(_corrected_moments(optimizer, ours, self._beta1(group)))
+                for p, i in ours if (restored or self._steps == 0) and self._has_moment(ours) else ():
+                    state = optimizer.state.get(p, {})
+                    if "exp_avg" in state and (steps := _steps_of(state)):
+                        found[i] = local(state["exp_avg"]) / (1.0 - self._beta1(group) ** steps)
                 continue
             for p, i in ours:
                 buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
@@ -260,10 +246,8 @@ class Adoption:
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
         """By parameter, the ``exp_avg`` that Adam would have, from this rank's u: :meth:`absorb` read backwards."""
         saved: dict[torch.Tensor, torch.Tensor] = {}
-        for group, ours in self._groups(optimizer) if self._averages and self._steps is not None else ():
-            if not self._has_moment(ours):
-                continue
-            for p, i in ours:
+        for group, ours in self._groups(optimizer) if self._averages else ():
+            for p, i in ours if self._has_moment(ours) else ():
                 state = optimizer.state.get(p, {})
                 if "exp_avg" in state:
                     saved[p] = moment = torch.empty_like(state["exp_avg"])
@@ -304,7 +288,6 @@ class Adoption:
         return float(group.get(option) or hidden.get(option) or 0)
 
     def _beta1(self, group: dict[str, Any]) -> float:
-        """A group's own beta1, hidden or not."""
         _, hidden = self._hidden.get(id(group), (group, {}))
         return float(group["betas"][0] or hidden.get("betas", (0,))[0])
 
@@ -375,16 +358,6 @@ class Adoption:
 
 def _steps_of(state: Mapping[str, Any]) -> int:
     return int(state.get("step", 0))
-
-
-def _corrected_moments(optimizer: torch.optim.Optimizer, ours: Members, beta1: float) -> dict[int, torch.Tensor]:
-    """By index, ``exp_avg / (1 - beta1**t)`` of the parameters that have made a step."""
-    found = {}
-    for p, i in ours:
-        state = optimizer.state.get(p, {})
-        if "exp_avg" in state and (steps := _steps_of(state)):
-            found[i] = local(state["exp_avg"]) / (1.0 - beta1**steps)
-    return found
 
 
 def has_moments(optimizer: torch.optim.Optimizer | None) -> bool:

@@ -7,9 +7,10 @@ their buckets in the same order. An error on one rank alone ends the job, as wit
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from dgc.core.config import DEFAULT_BUCKET_BYTES, brief
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.distributed import DistributedJob, require_own_shards
 from dgc.torch.passes import Exchanged, Passes
-from dgc.torch.step import only_makes_state, refuse_strangers, steps_by_scaler
+from dgc.torch.step import closure_of, only_makes_state, refuse_strangers, steps_by_scaler, with_closure
 from dgc.torch.tensors import is_sharded, local, scattered_values
 from dgc.torch.untraced import untraced, weakly
 from dgc.transport.agreement import require_agreement
@@ -59,18 +60,7 @@ class _Bucket:
 
 
 def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: str, op: str) -> None:
-    """See that all ranks are about to average the same gradients. Collective.
-
-    Args:
-        named: (name, parameter) pairs of the optimizer.
-        job: the ranks, this one among them.
-        name: "none" or "fp16".
-        op: "average" or "sum".
-
-    Raises:
-        ConfigError: another rank has another compression or op, or a part of the parameters is sharded.
-        LayoutError: ranks have other parameters.
-    """
+    """See that all ranks are about to average the same gradients, as "none" or "fp16", with one op. Collective."""
     require_own_shards(named, job)
     transport = job.make_transport()
     try:
@@ -93,15 +83,9 @@ class DenseSteps(Passes):
         average: bool,
         sparse_as_dense: bool,
     ) -> None:
-        """Register hooks, after :func:`agree`.
+        """Register hooks, after :func:`agree`; the optimizer, whose pairs ``named`` are, keeps this object alive.
 
-        Args:
-            optimizer: that owns the parameters, and keeps this object alive; its ``backward_passes_per_step`` is read.
-            named: its (name, parameter) pairs.
-            job: the ranks, this one among them.
-            half: send float16.
-            average: over the ranks, instead of a sum.
-            sparse_as_dense: make sparse gradients dense.
+        ``half`` sends float16; without ``average`` gradients are added up.
         """
         # The last parameters' gradients are there first.
         trained = {id(p): (n, p) for n, p in reversed(named) if p.requires_grad}
@@ -119,34 +103,11 @@ class DenseSteps(Passes):
         hooks.append(optimizer.register_step_post_hook(weakly(self._after_step)))
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
 
-    # -- Horovod's methods -----------------------------------------------------------------------------------------
-
-    @untraced
-    def synchronize(self) -> None:
-        """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
-
-        Raises:
-            ConfigError: another optimizer over these parameters was wrapped since, or a gradient is sparse.
-            LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
-            TransportError: a collective failed.
-        """
-        self.require_in_use()
-        if self.averaged:
-            return
-        for i, p in enumerate(self._parameters):
-            if i not in self._exchanged:
-                self.hand_over(i, p)
-        self.require_unchanged()
-        for bucket in self._buckets:
-            self._deliver(bucket)
-        self.begin_anew()
-        self.averaged = True
-
     # -- around the optimizer's step ---------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = closure_of(args, kwargs)
         exchanging = self.first_exchanging()
         if self._skipping:
             if exchanging is not None:
@@ -166,9 +127,7 @@ class DenseSteps(Passes):
                 vars(optimizer)["synchronize"]()
             return loss
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": followed}
-        return (args[0], followed, *args[2:]), kwargs
+        return with_closure(args, kwargs, followed)
 
     def _after_step(self, *_: object) -> None:
         self.averaged = False
@@ -209,19 +168,19 @@ class DenseSteps(Passes):
                 present[place] = 0
         flat = torch.cat([*gradients, present])
         bucket.flat = (flat.half() if self._half else flat).div_(self._divisor)
-        try:
+        with _failing_as_ours():
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise TransportError(f"a collective of torch.distributed failed: {error}") from error
+
+    def deliver(self) -> None:  # noqa: D102
+        for bucket in self._buckets:
+            self._deliver(bucket)
 
     def _deliver(self, bucket: _Bucket) -> None:
         """Wait for a bucket's sums; a parameter that has no gradient on any rank keeps none, as under DDP."""
         assert bucket.flat is not None
         assert bucket.work is not None
-        try:
+        with _failing_as_ours():
             bucket.work.wait()
-        except RuntimeError as error:
-            raise TransportError(f"a collective of torch.distributed failed: {error}") from error
         gradients = [self._exchanged[i].gradient for i in bucket.members]
         *sums, present = bucket.flat.split([*(local(g).numel() for g in gradients), len(gradients)])
         for place, (i, gradient, total) in enumerate(zip(bucket.members, gradients, sums, strict=True)):
@@ -229,6 +188,14 @@ class DenseSteps(Passes):
                 self._parameters[i].grad = None
             else:
                 local(gradient).copy_(total.view(local(gradient).shape))
+
+
+@contextlib.contextmanager
+def _failing_as_ours() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"a collective of torch.distributed failed: {error}") from error
 
 
 def _buckets_of(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:

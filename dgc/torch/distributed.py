@@ -99,10 +99,9 @@ class DistributedJob(Job):
         return DistributedTransport(self._group)
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to overwrite tensors on all ranks, by the job's own group; call the result to wait for them.
+        """Begin to overwrite (name, root, tensor) with that of the rank ``root`` of this job; call the result to wait.
 
-        Args:
-            tensors: (name, root, tensor): overwritten with that of the rank ``root`` of this job.
+        Collective, by the job's own group.
         """
         ranks = self.ranks()
         pending: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
@@ -302,9 +301,6 @@ def broadcast_parameters(
     Raises:
         ConfigError: torch.distributed is not initialised.
     """
-    DistributedJob(group)
-    root = root_rank if group is None else dist.get_global_rank(group, root_rank)
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
-    for _, tensor in items:
-        if isinstance(tensor, torch.Tensor):
-            dist.broadcast(local(tensor).detach(), root, group=group)
+    tensors = ((name, root_rank, local(t)) for name, t in items if isinstance(t, torch.Tensor))
+    DistributedJob(group).broadcast(tensors)()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from dgc.adapter.engine import EngineBase
@@ -29,7 +28,7 @@ from dgc.torch.saved_state import Change
 from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.step import Results, StepWatch, learning_rates_of, refusal_of_results
 from dgc.torch.tensors import Places, Result, as_array, describe, fingerprint, local, samples
-from dgc.transport.agreement import require_replicas
+from dgc.transport.agreement import gather_values, require_replicas
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -118,12 +117,7 @@ class Engine(EngineBase):
             self.fail(failed)
 
     def submit(self, index: int, gradient: torch.Tensor, *, absent: bool = False) -> torch.Tensor:
-        """Hand over a gradient.
-
-        Args:
-            index: the parameter's place.
-            gradient: of the parameter's shape; of a sharded one its shard is exchanged.
-            absent: this rank has no gradient, and hands over zeros; see :attr:`left_alone`.
+        """Hand over a gradient of the parameter's shape, or zeros in the place of one that is ``absent`` on this rank.
 
         Returns:
             A tensor, shard of a sharded one, that holds the outcome after :meth:`finish`; mostly ``gradient`` itself.
@@ -262,11 +256,7 @@ class Engine(EngineBase):
         self._replicas_compared = self._results_compared = False
 
     def _open_step(self, index: int | None = None) -> DGCError | None:
-        """Prepare for the first gradient of a step, that of parameter ``index``; within a step, do nothing.
-
-        Returns:
-            The error for which this rank cannot take part in the step.
-        """
+        """Prepare for the first gradient of a step; returns the error for which this rank cannot take part in it."""
         error: DGCError | None = None
         if self._untold:
             error = self.error  # the other ranks begin this step without it
@@ -377,10 +367,8 @@ def share_options(
     """Give ranks that have joined the options of one that trains. Collective."""
     hidden = adoption.hides  # Horovod's optimizer exchanges within step()
     adoption.show()
-    own = np.array([updates, *option_values(optimizer)], np.float64)
-    rows = np.empty((transport.size, own.nbytes), np.uint8)
-    transport.allgather(own.view(np.uint8), rows)
-    came = rows[min(set(range(transport.size)) - set(context.joined))].view(np.float64)
+    rows = gather_values(transport, [updates, *option_values(optimizer)])
+    came = rows[min(set(range(transport.size)) - set(context.joined))]
     if transport.rank in context.joined:
         set_option_values(optimizer, came[1:])
         adoption.read(optimizer, context.step)

@@ -73,11 +73,9 @@ class TorchHorovod(Horovod):
         return list(self.members.ranks or range(self.size))
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to overwrite tensors on all ranks; call the result to wait for them. Collective.
+        """Begin to overwrite (name, root, tensor) with that of the rank ``root`` of this job; call the result to wait.
 
-        Args:
-            tensors: (name, root, tensor): overwritten with that of the rank ``root`` of this job; a name is the same on
-                all ranks, and unlike that of any other collective of the job at the same time.
+        Collective. A name is the same on all ranks, and unlike that of any other collective at the same time.
         """
         hvd, ranks = self.module(), self.ranks()
         pending: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []

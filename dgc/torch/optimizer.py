@@ -217,14 +217,7 @@ class Steps(Passes, StepWatch):
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Engine, sparse_as_dense: bool, scaler: object = None
     ) -> None:
-        """Register hooks on the engine's parameters.
-
-        Args:
-            optimizer: that owns them, and keeps this object alive; its ``backward_passes_per_step`` is read.
-            engine: of its compressor.
-            sparse_as_dense: exchange sparse gradients as dense ones.
-            scaler: the compressor's ``loss_scale``, a GradScaler perhaps.
-        """
+        """Register hooks on the engine's parameters; their optimizer keeps this object alive."""
         super().__init__(engine)
         self._engine, self._scaler = engine, scaler
         self._dense = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
@@ -234,35 +227,22 @@ class Steps(Passes, StepWatch):
 
     # -- Horovod's methods -----------------------------------------------------------------------------------------
 
-    @untraced
-    def synchronize(self) -> None:
-        """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
-
-        Raises:
-            ConfigError: another optimizer over these parameters was wrapped since.
-            LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
-            DGCError: this or another rank failed.
-        """
-        engine = self._engine
-        self.require_in_use()
-        if self.averaged and engine.is_done():
-            for i, p in enumerate(self._parameters):
-                if p.grad is None and i not in engine.left_alone:
-                    p.grad = torch.zeros_like(p)  # taken out of the step by hand
-            return
-        self.averaged = False
+    def is_done(self) -> bool:  # noqa: D102
+        if not self._engine.is_done():
+            return False
         for i, p in enumerate(self._parameters):
-            if i not in self._exchanged:
-                self.hand_over(i, p)
-        self.require_unchanged()
+            if p.grad is None and i not in self._engine.left_alone:
+                p.grad = torch.zeros_like(p)  # taken out of the step by hand
+        return True
+
+    def deliver(self) -> None:  # noqa: D102
+        engine = self._engine
         engine.finish()
         for i, exchanged in self._exchanged.items():
             if i in engine.left_alone:
                 self._parameters[i].grad = None
             elif exchanged.result is not self._parameters[i].grad:
                 _deliver(self._parameters[i], exchanged.result)
-        self.begin_anew()
-        self.averaged = True
 
     @untraced
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:  # noqa: D102

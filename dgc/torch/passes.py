@@ -69,6 +69,30 @@ class Passes:
 
     # -- Horovod's methods -----------------------------------------------------------------------------------------
 
+    @untraced
+    def synchronize(self) -> None:
+        """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
+
+        Raises:
+            ConfigError: another optimizer over these parameters was wrapped since, or a gradient is sparse.
+            LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
+            DGCError: this or another rank failed.
+        """
+        if self._replaced:
+            raise ConfigError(
+                "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
+            )
+        if self.averaged and self.is_done():
+            return
+        self.averaged = False
+        for i, p in enumerate(self._parameters):
+            if i not in self._exchanged:
+                self.hand_over(i, p)
+        self.require_unchanged()
+        self.deliver()
+        self.begin_anew()
+        self.averaged = True
+
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()`` inside exchange nothing: ``synchronize()`` has."""
@@ -121,6 +145,14 @@ class Passes:
         """Begin the exchange of a gradient, and remember it in ``_exchanged``."""
         raise NotImplementedError
 
+    def is_done(self) -> bool:
+        """Whether the results are still those of the latest exchange."""
+        return True
+
+    def deliver(self) -> None:
+        """Wait for the results of all gradients, and put them into ``.grad``."""
+        raise NotImplementedError
+
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise an error about a gradient."""
         raise error
@@ -143,17 +175,6 @@ class Passes:
         if self._left[index] == 0:
             self.hand_over(index, p)
 
-    def require_in_use(self) -> None:
-        """Refuse to exchange what another optimizer exchanges.
-
-        Raises:
-            ConfigError: another optimizer over these parameters was wrapped since.
-        """
-        if self._replaced:
-            raise ConfigError(
-                "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
-            )
-
     def _guard(self) -> None:
         """Refuse the forward pass of a DistributedDataParallel over these parameters; it may be there and unused."""
         for ddp in ddp_over(self._parameters):
@@ -174,11 +195,7 @@ class Passes:
         return next(iter(self._exchanged), None)
 
     def require_unchanged(self) -> None:
-        """Before the results are waited for: nobody has touched a gradient whose exchange has begun.
-
-        Raises:
-            LayoutError: one was changed, replaced or cleared.
-        """
+        """Before the results are waited for: refuse gradients that were touched since their exchange began."""
         first, optimizer = self.first_exchanging(), self._owner()
         # The scaler divides gradients without a new version.
         if self._scaler and first is not None and optimizer and has_unscaled(self._scaler, optimizer):

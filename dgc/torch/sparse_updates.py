@@ -53,11 +53,7 @@ class SparseUpdates:
         self.reason: str | None = "no step was taken yet"
 
     def begin(self, optimizer: torch.optim.Optimizer | None, kept: bool | None) -> bool:
-        """A step begins.
-
-        Returns:
-            Whether sums of entries are to be deferred in it.
-        """
+        """A step begins; returns whether sums of entries are to be deferred in it."""
         applied, self.applied, self.deferred = self.applied, False, None
         if kept is not None:
             self._sets_to_none = not kept and self._sets_to_none is not False

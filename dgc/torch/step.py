@@ -83,9 +83,7 @@ def warn_of_unknown_scaler() -> None:
 class Results:
     """The latest step's results in ``.grad``, and whether that step counts.
 
-    A step counts once an optimizer over any of its parameters begins to step, or ``compression.applied()`` is called.
-    It is dropped when the next one begins without that, unless its results are still in ``.grad``, where the next
-    gradients were added to them.
+    It counts as well where the next one begins with its results still in ``.grad``, to which gradients were added.
 
     Attributes:
         kept: whether the step that began last found gradients where the one before had left them, also cleared in
@@ -393,15 +391,7 @@ class StepWatch:
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, ids: set[int]) -> None:
-    """No gradient is averaged of a parameter that was frozen or missing when the optimizer was wrapped.
-
-    Args:
-        optimizer: that is about to step.
-        ids: of the parameters whose gradients are averaged.
-
-    Raises:
-        LayoutError: another parameter of the optimizer has a gradient.
-    """
+    """Refuse gradients of parameters of which none is averaged: frozen or missing when the optimizer was wrapped."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if id(p) not in ids and p.requires_grad and p.grad is not None:
@@ -446,17 +436,25 @@ def only_makes_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
     )
 
 
-@untraced
-def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments that ``step()`` gets, if other ones; the optimizer is the first of ``args``."""
-    closure = given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    for watch in list(_watches):
-        closure = watch.before_step(optimizer, closure)
-    if closure is given:
-        return None
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure among what a step hook gets, the optimizer first; None if there is none."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+
+def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> Any:
+    """These arguments with another closure in its place."""
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), kwargs
+
+
+@untraced
+def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the arguments that ``step()`` gets, if other ones; the optimizer is the first of ``args``."""
+    closure = given = closure_of(args, kwargs)
+    for watch in list(_watches):
+        closure = watch.before_step(optimizer, closure)
+    return None if closure is given else with_closure(args, kwargs, closure)
 
 
 @untraced
