@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from adapters_torch.workers.tensors import through_file
 from rank_jobs import each_case
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -495,13 +495,6 @@ def test_odd_parameters_are_stepped_alone_and_stay_where_they_are():
 
 
 # Checkpoints and copies
-
-
-def through_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 @pytest.mark.parametrize("name", ["sgd-nesterov", "adamw", "asgd", "adagrad"])

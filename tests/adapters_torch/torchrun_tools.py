@@ -61,6 +61,22 @@ def freezing(model, optimizer, of_rank_1=True):
         optimizer.step()
 
 
+def switching(model, optimizer):
+    """Train while a layer is used by one rank, by the other, by none."""
+    for step in range(24):
+        optimizer.zero_grad()
+        loss_of(model, step, step % 3 == dist.get_rank()).backward()
+        optimizer.step()
+
+
+def train(optimizer, model, steps=6, start=0, passes=1):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        for i in range(passes):
+            loss_of(model, passes * step + i).backward()
+        optimizer.step()
+
+
 def assert_frozen(model, optimizer, compression):
     """A frozen layer and what the compressor holds of it do not move by a bit; replicas are identical."""
 

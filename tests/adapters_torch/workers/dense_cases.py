@@ -17,6 +17,8 @@ from adapters_torch.torchrun_tools import (
     loss_of,
     make_model,
     on_every_rank,
+    switching,
+    train,
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -35,14 +37,6 @@ def sgd(model):
 def wrap(model, compression=None, optimizer=None, **arguments):
     optimizer = sgd(model) if optimizer is None else optimizer
     return dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression, **arguments)
-
-
-def train(optimizer, model, steps=6, passes=1):
-    for step in range(steps):
-        optimizer.zero_grad()
-        for i in range(passes):
-            loss_of(model, passes * step + i).backward()
-        optimizer.step()
 
 
 def ddp(half=False, steps=6, make=sgd):
@@ -104,12 +98,6 @@ def several_buckets_and_types_are_averaged():
 
 @case
 def frozen_and_unused_layers_are_left_alone_as_by_ddp():
-    def switching(model, optimizer):  # used by one rank, by the other, by none
-        for step in range(24):
-            optimizer.zero_grad()
-            loss_of(model, step, step % 3 == dist.get_rank()).backward()
-            optimizer.step()
-
     for steps_of in (freezing, switching):
         model = Branches()
         steps_of(model, wrap(model))

@@ -23,6 +23,8 @@ from adapters_torch.torchrun_tools import (
     loss_of,
     make_model,
     on_every_rank,
+    switching,
+    train,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,14 +43,6 @@ def wrap(model, optimizer=None, passes=1, group=None, **options):
         group=group,
     )
     return optimizer, compression
-
-
-def train(optimizer, model, steps, start=0, passes=1):
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        for i in range(passes):
-            loss_of(model, passes * step + i).backward()
-        optimizer.step()
 
 
 def dense(steps, passes=1, decay=0.01):
@@ -94,12 +88,6 @@ def frozen_and_unused_layers_are_left_alone_as_by_ddp():
 
     def adamw(model):
         return torch.optim.AdamW(model.parameters())
-
-    def switching(model, optimizer):  # used by one rank, by the other, by none
-        for step in range(24):
-            optimizer.zero_grad()
-            loss_of(model, step, step % 3 == dist.get_rank()).backward()
-            optimizer.step()
 
     for make, options in ((sgd, {}), (sgd, {"rampup_begin_step": 8}), (adamw, {"momentum": 0.0})):
         for steps_of in (freezing, switching):

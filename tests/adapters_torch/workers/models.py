@@ -9,6 +9,7 @@ from pathlib import Path
 
 import horovod.torch as hvd
 import torch
+from adapters_torch.workers.tensors import raises
 from torch import nn
 from worker_tools import close_later
 
@@ -83,10 +84,10 @@ def loss_of(model: nn.Module, step: int, branch: str = "both", rank: int | None 
     return nn.functional.cross_entropy(model(x, branch), y)
 
 
-def dense_backward(model, step):
-    """Add the mean of all ranks' gradients, computed here."""
+def dense_backward(model, step, branch=lambda rank, step: "both", op="average"):
+    """Add the mean, or the sum, of all ranks' gradients, computed here."""
     for rank in range(hvd.size()):
-        (loss_of(model, step, rank=rank) / hvd.size()).backward()
+        (loss_of(model, step, branch(rank, step), rank) / (hvd.size() if op == "average" else 1)).backward()
 
 
 def train(optimizer, model, steps, *, start=0, branch=lambda step: "both", after=None):
@@ -105,27 +106,19 @@ def dense_reference(
     lr=0.1,
     op="average",
     schedule=None,
-    branch=lambda r, s: "both",
+    branch=lambda rank, step: "both",
     before=lambda model, step: None,
+    make=None,
     **sgd,
 ):
-    """torch.optim.SGD on the ranks' averaged gradients, all ranks' batches computed here; returns the trained copy."""
+    """A plain optimizer, of SGD or what ``make`` gives, on the ranks' averaged gradients; returns the trained copy."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, **sgd)
+    optimizer = make(model) if make else torch.optim.SGD(model.parameters(), lr=lr, **sgd)
     scheduler = schedule(optimizer) if schedule else None
-    size = hvd.size()
     for step in range(steps):
         before(model, step)
         optimizer.zero_grad()
-        sums = {}
-        for rank in range(size):
-            model.zero_grad()
-            loss_of(model, step, branch(rank, step), rank).backward()
-            for name, p in model.named_parameters():
-                if p.grad is not None:
-                    sums[name] = sums[name] + p.grad if name in sums else p.grad.clone()
-        for name, p in model.named_parameters():
-            p.grad = sums[name] / (size if op == "average" else 1) if name in sums else None
+        dense_backward(model, step, branch, op)
         optimizer.step()
         if scheduler:
             scheduler.step()
@@ -143,20 +136,6 @@ def assert_replicas_identical(model: nn.Module, name: str) -> None:
     gathered = hvd.allgather(flat.unsqueeze(0), name=f"replicas.{name}")
     for rank in range(1, hvd.size()):
         assert torch.equal(gathered[0], gathered[rank]), f"rank {rank} differs from rank 0"
-
-
-def raises(error, match, function):
-    """Run and return the error; fail when nothing or something else is raised."""
-    import re
-
-    raised = None
-    try:
-        function()
-    except error as caught:
-        raised = caught
-    assert raised is not None, f"{error} was not raised"
-    assert re.search(match, str(raised)), f"{match!r} not in {raised}"
-    return raised
 
 
 SECONDS = 250

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 
 import horovod.torch as hvd
 import numpy as np
 import torch
-from adapters_torch.workers.tensors import assert_bits_equal, assert_replicas_identical, raises, twin
+from adapters_torch.workers.tensors import assert_bits_equal, assert_replicas_identical, raises, through_file, twin
 from paddle_oracle import PaddleOracle
 from torch import nn
 from worker_tools import case, close_later, run_cases
@@ -186,14 +185,6 @@ def learning_rates_of_groups_and_schedulers():
     assert_close(own, oracles[1])
 
 
-def _saved(state):
-    """Through a file, as a user would."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @case
 def resume_continues_bit_for_bit():
     for nesterov, first in itertools.product((False, True), (2, 5)):
@@ -208,7 +199,7 @@ def resume_continues_bit_for_bit():
         optimizer = make(own, **options)
         train(optimizer, own, first)
         optimizer.param_groups[0]["lr"] = 0.04
-        resumed_own, state = twin(own), _saved(optimizer.state_dict())
+        resumed_own, state = twin(own), through_file(optimizer.state_dict())
         resumed = make(resumed_own, **options)
         resumed.set_dict(state)
         train(optimizer, own, 5, first)

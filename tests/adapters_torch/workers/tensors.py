@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import torch
@@ -42,6 +43,14 @@ def assert_bits_equal(actual, expected) -> None:
 
 def twin(parameters) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in parameters]
+
+
+def through_file(saved):
+    """As a user's file would give it back."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def raises(error, match, function):

@@ -10,7 +10,6 @@ import horovod.torch as hvd
 import torch
 from models import (
     assert_replicas_identical,
-    dense_reference,
     each_way,
     flat,
     loss_of,
@@ -18,7 +17,6 @@ from models import (
     on_every_rank,
     sgd,
     train,
-    worst_difference,
     wrap,
 )
 from worker_tools import case, run_cases
@@ -112,28 +110,6 @@ def applied_in_the_middle_of_a_step():
         loss_of(model, 0).backward()
         on_every_rank(dgc.LayoutError, "while a step is under way", compression.applied, way)
         optimizer.step()
-
-
-@case
-def what_a_closure_exchanged_is_applied():
-    """The step begins before its gradients are exchanged."""
-    for way in "ab":
-        model = make_model()
-        expected = dense_reference(model, 5, momentum=0.9)
-        optimizer, compression = wrap(way, model, sgd(model), **EXACT)
-        for step in range(5):
-
-            def closure(step=step, model=model, optimizer=optimizer):
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-                optimizer.synchronize()
-                return 0.0
-
-            with optimizer.skip_synchronize():
-                optimizer.step(closure)
-            optimizer.zero_grad()
-        assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
-        assert compression.describe()["step"] == 5
 
 
 @case
