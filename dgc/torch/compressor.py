@@ -84,7 +84,9 @@ class DGCCompressor(HorovodCompressor):
             )
         named = list(named_parameters)
         self.config = self.config.suited(adaptive := is_adaptive(optimizer))
-        require_own_shards(named if optimizer is None else _owned(named, optimizer), self._job)
+        groups = [] if optimizer is None else optimizer.param_groups
+        owned = {id(p) for group in groups for p in group["params"]}
+        require_own_shards([(n, p) for n, p in named if optimizer is None or id(p) in owned], self._job)
 
         def open_engine(transport: Transport) -> Engine:
             engine = Engine(
@@ -217,13 +219,6 @@ def _layout_of(
             f"{missing} parameters of the optimizer have no name; pass model.named_parameters() of all of them"
         )
     return chosen
-
-
-def _owned(
-    named: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
-) -> list[tuple[str, torch.Tensor]]:
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [(n, p) for n, p in named if id(p) in owned]
 
 
 def _checked_names(value: object, algorithm: str) -> list[tuple[str, torch.Tensor]]:

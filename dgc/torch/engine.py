@@ -367,43 +367,41 @@ def share_options(
     """Give ranks that have joined the options of one that trains. Collective."""
     hidden = adoption.hides  # Horovod's optimizer exchanges within step()
     adoption.show()
-    rows = gather_values(transport, [updates, *option_values(optimizer)])
-    came = rows[min(set(range(transport.size)) - set(context.joined))]
+    rows = gather_values(transport, [updates, option_values(optimizer)])
+    trains, options = rows[min(set(range(transport.size)) - set(context.joined))]
     if transport.rank in context.joined:
-        set_option_values(optimizer, came[1:])
+        set_option_values(optimizer, options)
         adoption.read(optimizer, context.step)
         context.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
     if hidden:
         adoption.hide(optimizer)
-    return bool(came[0])
+    return bool(trains)
 
 
-def option_values(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The numbers among all groups' options, in a fixed order; NaN in the place of anything else."""
-    return [
-        float(v) if isinstance(v, (int, float, torch.Tensor)) else float("nan")
-        for group in optimizer.param_groups
-        for name in optimizer.defaults
-        for v in _as_tuple(group[name])
-    ]
+def option_values(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The numbers among all groups' options for JSON, in a fixed order; None in the place of anything else."""
+    return [_number(group[name]) for group in optimizer.param_groups for name in optimizer.defaults]
 
 
-def set_option_values(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None:
+def set_option_values(optimizer: torch.optim.Optimizer, values: Sequence[Any]) -> None:
     """Overwrite the numbers among all groups' options by what :func:`option_values` returned on another rank."""
     left = iter(values)
     for group in optimizer.param_groups:
         for name in optimizer.defaults:
-            options = tuple(_of_type(v, next(left)) for v in _as_tuple(group[name]))
-            group[name] = options if isinstance(group[name], tuple) else options[0]
+            group[name] = _overwritten(group[name], next(left))
 
 
-def _as_tuple(value: object) -> tuple[object, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _number(value: object) -> Any:
+    if isinstance(value, tuple):
+        return list(map(_number, value))
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if isinstance(value, (int, float)) else None
 
 
-def _of_type(own: object, came: float) -> object:
+def _overwritten(own: object, came: Any) -> Any:
+    if isinstance(own, tuple):
+        return tuple(map(_overwritten, own, came))
     if isinstance(own, torch.Tensor):
-        return own.fill_(came)
-    if not isinstance(own, (int, float)):
-        return own
-    return type(own)(came) if isinstance(own, bool) or came.is_integer() else came
+        return own.copy_(torch.as_tensor(came))
+    return came if isinstance(own, (int, float)) else own

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, GeneratorType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,7 +206,7 @@ class Heartbeat:
     own inspector does not look at an operation that is in the ranks' caches, as this one is after the first step.
     """
 
-    def __init__(self, job: TorchHorovod, stats: Callable[[], Stats] | None = None) -> None:
+    def __init__(self, job: TorchHorovod, stats: Callable[[], Stats]) -> None:
         """Agree on a name. Collective over the job's ranks."""
         self._limit = longest_wait(LIMIT_VARIABLE, float("inf"))
         self._job, self._stats, self._size = job, stats, job.size
@@ -217,8 +217,7 @@ class Heartbeat:
     def __call__(self) -> None:
         """Count the ranks."""
         hvd = self._job.module(initialized=False)
-        if self._stats is not None:
-            self._stats().beside += self._one.nbytes
+        self._stats().beside += self._one.nbytes
         deadline = time.monotonic() + self._limit
         try:
             handle = hvd.allreduce_async_(
@@ -235,15 +234,12 @@ class Heartbeat:
                 time.sleep(0.5e-3)
             total = float(hvd.synchronize(handle))
         except (RuntimeError, ValueError, TypeError) as error:
-            self._explain(hvd, error)
+            if hvd.is_initialized():
+                raise
+            # After a shutdown Horovod itself speaks of a handle that was not created.
+            raise TransportError(SHUT_DOWN) from error
         if round(total) != self._size:
             raise ConfigError(f"only {total:g} of {self._size} ranks exchange gradients: {JOINED}")
-
-    def _explain(self, hvd: ModuleType, error: Exception) -> NoReturn:
-        """After a shutdown Horovod itself speaks of a handle that was not created."""
-        if hvd.is_initialized():
-            raise error
-        raise TransportError(SHUT_DOWN) from error
 
 
 _NEAR = 8
@@ -305,18 +301,13 @@ def is_running() -> bool:
 
 def broadcasting() -> bool:
     """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    for frame in _frames(_FAR):
-        if frame.f_code.co_name == "broadcast_optimizer_state":
-            return True
-    return False
+    return any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in _frames(_FAR))
 
 
 def stepping_scaler(kind: type) -> Any:
     """The ``GradScaler`` of class ``kind`` that steps an optimizer now; None if none does."""
-    for frame in _frames(_FAR):
-        if frame.f_code.co_name in ("step", "_maybe_opt_step") and isinstance(frame.f_locals.get("self"), kind):
-            return frame.f_locals["self"]
-    return None
+    stepping = (f for f in _frames(_FAR) if f.f_code.co_name in ("step", "_maybe_opt_step"))
+    return next((f.f_locals["self"] for f in stepping if isinstance(f.f_locals.get("self"), kind)), None)
 
 
 def _frames(limit: int) -> list[FrameType]:
@@ -354,8 +345,5 @@ def _is_being_built(found: torch.optim.Optimizer, base: torch.optim.Optimizer) -
 def _optimizer_among(
     callers: list[FrameType], wanted: Callable[[torch.optim.Optimizer], bool]
 ) -> torch.optim.Optimizer | None:
-    for frame in callers:
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, torch.optim.Optimizer) and wanted(candidate):
-            return candidate
-    return None
+    candidates = (frame.f_locals.get("self") for frame in callers)
+    return next((c for c in candidates if isinstance(c, torch.optim.Optimizer) and wanted(c)), None)

@@ -1,8 +1,8 @@
 """Horovod's own ``DistributedOptimizer`` with our compressor: its calls of ``compress`` and ``decompress``.
 
 Horovod hands each gradient to ``compress()``, reduces the one-element placeholder that comes back, and puts what
-``decompress()`` returns into ``.grad``. All that this asks for is here, in ``engine/owner.py`` (which optimizer
-is calling) and in ``horovod.py`` (the placeholders).
+``decompress()`` returns into ``.grad``. All that this asks for is here and in ``horovod.py``: which optimizer is
+calling, and the placeholders.
 """
 
 from __future__ import annotations

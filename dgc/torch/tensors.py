@@ -165,19 +165,11 @@ class Places:
         return gradient
 
 
-def places(tensor: torch.Tensor, largest_of: torch.Tensor | None = None) -> torch.Tensor:
-    """(at most 9,) int64: places of a few values, spread over a tensor."""
-    spread_over = torch.from_numpy(sample_places(local(tensor).numel())).to(tensor.device)
-    if largest_of is None or largest_of.is_sparse or not local(largest_of).numel():
-        return spread_over
-    largest = local(largest_of).detach().abs().reshape(-1).argmax()
-    return torch.cat([spread_over, largest.to(tensor.device).reshape(1)])
-
-
-def samples(tensor: torch.Tensor, at: torch.Tensor | None = None) -> np.ndarray:
-    """float64: a few values of a tensor, to compare it between ranks; at most 8, or those at some :func:`places`."""
-    chosen = places(tensor) if at is None else at
-    return local(tensor).detach().take(chosen).to(torch.float64).cpu().numpy()
+def samples(tensor: torch.Tensor) -> np.ndarray:
+    """(at most 8,) float64: a few values, spread over a tensor, to compare it between ranks."""
+    values = local(tensor).detach()
+    places = torch.from_numpy(sample_places(values.numel())).to(values.device)
+    return values.take(places).to(torch.float64).cpu().numpy()
 
 
 def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
