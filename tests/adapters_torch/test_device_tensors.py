@@ -13,7 +13,6 @@ from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.device import DeviceKernels
 from dgc.errors import ConfigError, DGCError
 from dgc.torch import engine as engine_module
-from dgc.torch import gpu as device_tensors
 from dgc.torch import gpu as gpu_module
 from dgc.torch import tensors as tensors_module
 from dgc.torch.engine import Engine
@@ -160,8 +159,8 @@ def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
             return NumbaKernels(1)
         raise ConfigError(f"no kernels for {device} in this test")
 
-    monkeypatch.setattr(device_tensors, "choose_kernels", refuse)
-    device_tensors._warn_once.cache_clear()
+    monkeypatch.setattr(gpu_module, "choose_kernels", refuse)
+    gpu_module._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="pass through host memory: no kernels for gpu:1 in this test"):
         assert isinstance(tensors_for([OnGPU("cuda:1"), OnGPU("cuda:1")]), HostTensors)
     with warnings.catch_warnings():
@@ -169,12 +168,6 @@ def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
         assert isinstance(tensors_for([OnGPU("cuda:1")]), HostTensors)
     with pytest.warns(RuntimeWarning, match="cpu, cuda:0, not all on one GPU"):
         assert isinstance(tensors_for([OnGPU("cuda:0"), OnGPU("cpu")]), HostTensors)
-
-
-def test_a_compressor_of_the_host_says_which_are_not():
-    device_tensors._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="'strom' works there.* dgc, and topk .* work on the GPU"):
-        assert isinstance(tensors_for([OnGPU("cuda:0")], "strom"), HostTensors)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +186,7 @@ def test_the_engine_says_which_compressors_need_the_host(monkeypatch, algorithm,
 
 def test_a_gpu_with_kernels_is_used(monkeypatch):
     kernels = SimpleNamespace(device=SimpleNamespace(allocate_with=lambda allocate, free: None))
-    monkeypatch.setattr(device_tensors, "choose_kernels", lambda device: kernels if device == "gpu:2" else None)
+    monkeypatch.setattr(gpu_module, "choose_kernels", lambda device: kernels if device == "gpu:2" else None)
     chosen = tensors_for([OnGPU("cuda:2"), OnGPU("cuda:2")])
     assert isinstance(chosen, DeviceTensors)
     assert chosen.kernels is kernels
@@ -254,9 +247,9 @@ def test_no_rank_exchanges_while_one_captures_a_graph(capturing, monkeypatch):
 
 
 def test_a_compressor_that_works_on_the_host_says_so_once(monkeypatch):
-    monkeypatch.setattr(device_tensors, "choose_kernels", lambda device: NumbaKernels(1))
-    device_tensors._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="through host memory: compressor 'qsgd'"):
+    monkeypatch.setattr(gpu_module, "choose_kernels", lambda device: NumbaKernels(1))
+    gpu_module._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="'qsgd' works there.* dgc, and topk .* work on the GPU"):
         assert isinstance(tensors_for([OnGPU("cuda:1")], "qsgd"), HostTensors)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -123,7 +123,9 @@ def sparse_as_dense_with_way_a():
 def momentum_twice():
     model = make_model()
     for way in "ab":
-        on_every_rank(dgc.ConfigError, "applied twice", lambda way=way: wrap(way, model, sgd(model), momentum=0.9), way)
+        for optimizer in (sgd(model), torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9)):
+            twice = lambda way=way, o=optimizer: wrap(way, model, o, momentum=0.9)  # noqa: E731
+            on_every_rank(dgc.ConfigError, "applied twice", twice, way)
         on_every_rank(
             dgc.ConfigError,
             "weight decay would be applied twice",
@@ -476,6 +478,9 @@ def elastic_horovod():
     try:
         for way in "ab":
             on_every_rank(dgc.ConfigError, "elastic", lambda way=way: wrap(way, model, sgd(model)), way)
+        on_every_rank(dgc.ConfigError, "elastic", lambda: dgc.DGCMomentum(model.parameters(), 0.1, 0.9, 0))
+        zero = lambda: dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)  # noqa: E731
+        on_every_rank(dgc.ConfigError, "elastic", zero)
     finally:
         del os.environ["HOROVOD_ELASTIC"]
 

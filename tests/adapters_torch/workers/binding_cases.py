@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import pickle
 
 import horovod.torch as hvd
@@ -153,21 +152,6 @@ def arguments_of_the_compressor():
     on_every_rank(dgc.ConfigError, "named_parameters", lambda: dgc.Compression.dgc(model.parameters(), sgd(model)))
     on_every_rank(dgc.ConfigError, "nothing to compress", lambda: dgc.Compression.dgc([], momentum=0.0))
     on_every_rank(dgc.ConfigError, "loss_scale", lambda: dgc.Compression.dgc(loss_scale="much"))
-
-
-@case
-def elastic_horovod_everywhere():
-    model = make_model()
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
-        on_every_rank(dgc.ConfigError, "elastic", lambda: dgc.DGCMomentum(model.parameters(), 0.1, 0.9, 0))
-        on_every_rank(
-            dgc.ConfigError,
-            "elastic",
-            lambda: dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1),
-        )
-    finally:
-        del os.environ["HOROVOD_ELASTIC"]
 
 
 @case

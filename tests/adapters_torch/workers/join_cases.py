@@ -8,8 +8,9 @@ import warnings
 from functools import partial
 
 import torch
+from adapters_torch.workers.tensors import assert_replicas_identical
 from torch import nn
-from worker_tools import case, run_cases
+from worker_tools import case, launch_rank, launch_size, run_cases
 
 import dgc.torch as dgc
 
@@ -27,12 +28,7 @@ SGD = {
 }
 
 
-def rank():
-    return dist.get_rank() if TORCHRUN else hvd.rank()
-
-
-def size():
-    return dist.get_world_size() if TORCHRUN else hvd.size()
+rank, size = launch_rank, launch_size
 
 
 def gathered(value):
@@ -98,7 +94,7 @@ def flat(model):
 
 
 def assert_identical(model):
-    assert len({bytes(v.numpy().tobytes()) for v in gathered(flat(model))}) == 1, "replicas differ"
+    assert_replicas_identical(model.parameters())
 
 
 def assert_close(model, expected, tolerance=1e-5):

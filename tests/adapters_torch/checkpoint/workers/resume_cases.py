@@ -18,15 +18,12 @@ from adapters_torch.workers.models import (
     train,
     wrap,
 )
+from checkpoint_tools import sgd
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
 
 OPTIONS = dict(sparsity=[0.75, 0.99], rampup_step=8, rampup_begin_step=3, values="float16")
-
-
-def sgd(model, momentum=0.9):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum, nesterov=momentum > 0, weight_decay=0.001)
 
 
 @case
