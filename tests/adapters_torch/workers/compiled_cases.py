@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from models import assert_replicas_identical, batch, flat, sgd, wrap
@@ -95,11 +97,6 @@ def passes_alone(passes, way, compiled, whole=False):
     return flat(model)
 
 
-def require_same_passes(passes, way, whole=False):
-    eager, compiled = (passes_alone(passes, way, how, whole) for how in (False, True))
-    assert torch.equal(compiled, eager), f"way {way}, {passes} passes: {(compiled - eager).abs().max()}"
-
-
 def require_same(make, *ways):
     expected = trained(make, as_it_is)
     for way in ways:
@@ -109,35 +106,16 @@ def require_same(make, *ways):
 
 
 @case
-def a_compiled_step_of_way_a():
+def a_compiled_step():
     require_same(lambda model: wrap("a", model, sgd(model), sparsity=0.9), whole_step)
-
-
-@case
-def a_compiled_step_of_way_b():
     require_same(lambda model: wrap("b", model, sgd(model), sparsity=0.9), whole_step, update_alone)
 
 
 @case
-def compiled_passes_of_way_a():
-    require_same_passes(1, "a")
-
-
-@case
-def compiled_passes_of_way_b():
-    require_same_passes(1, "b")
-
-
-@case
-def compiled_passes_that_are_added_up():
-    require_same_passes(2, "a")
-    require_same_passes(2, "b")
-
-
-@case
-def compiled_steps_of_passes_that_are_added_up():
-    require_same_passes(2, "a", whole=True)
-    require_same_passes(2, "b", whole=True)
+def compiled_passes_and_steps_of_passes_that_are_added_up():
+    for way, (passes, whole) in itertools.product("ab", ((1, False), (2, False), (2, True))):
+        eager, compiled = (passes_alone(passes, way, how, whole) for how in (False, True))
+        assert torch.equal(compiled, eager), f"way {way}, {passes} passes: {(compiled - eager).abs().max()}"
 
 
 @case

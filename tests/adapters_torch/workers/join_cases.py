@@ -8,7 +8,7 @@ import warnings
 from functools import partial
 
 import torch
-from adapters_torch.workers.tensors import assert_replicas_identical
+from adapters_torch.workers.tensors import assert_replicas_identical, gathered_objects
 from torch import nn
 from worker_tools import case, launch_rank, launch_size, run_cases
 
@@ -16,7 +16,6 @@ import dgc.torch as dgc
 
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 if TORCHRUN:
-    import torch.distributed as dist
     from adapters_torch import torchrun_tools  # noqa: F401, initialises it
 else:
     import horovod.torch as hvd
@@ -29,14 +28,6 @@ SGD = {
 
 
 rank, size = launch_rank, launch_size
-
-
-def gathered(value):
-    if not TORCHRUN:
-        return hvd.allgather_object(value)
-    values = [None] * size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def make_model():
@@ -108,7 +99,7 @@ def error_on_every_rank(function, error, match):
         text = "nothing was raised"
     except error as raised:
         text = str(raised)
-    texts = gathered(text)
+    texts = gathered_objects(text)
     assert all(re.search(match, each) for each in texts), texts
 
 
@@ -140,12 +131,12 @@ def replicas_are_identical_at_sparsity_099():
             train(optimizer, model, batches(gap), start=100 * epoch, after=schedule.step)
             dgc.join(compression)
             assert_identical(model)
-            assert len(set(gathered(optimizer.param_groups[0]["lr"]))) == 1
+            assert len(set(gathered_objects(optimizer.param_groups[0]["lr"]))) == 1
             # A schedule by batches is behind on ranks that had fewer.
-            schedule.load_state_dict(gathered(schedule.state_dict())[size() - 2])
+            schedule.load_state_dict(gathered_objects(schedule.state_dict())[size() - 2])
             train(optimizer, model, 5, start=100 * epoch + 90, after=schedule.step)
             assert_identical(model)
-        steps = {r["step"] for r in gathered(compression.describe())}
+        steps = {r["step"] for r in gathered_objects(compression.describe())}
         assert steps == {2 * (batches(gap, size() - 2) + 5)}
         compression.close()
 
@@ -170,7 +161,7 @@ def nothing_is_lost():
     entries = [residuals[name] for name, _ in model.named_parameters()]
     left = torch.cat([entry.get("v", 0 * entry["u"]) for entry in entries])
     assert left.abs().max() > 0
-    mean = sum(gathered(total - left)) / size()
+    mean = sum(gathered_objects(total - left)) / size()
     assert torch.allclose(before - flat(model), 0.1 * mean, atol=2e-6), (before - flat(model) - 0.1 * mean).abs().max()
     compression.close()
 
@@ -237,7 +228,7 @@ def adam_has_the_same_state_everywhere():
                 optimizer.step()
         assert dgc.join(compression) == size() - 1
         state = [optimizer.state[p][k] for p in model.parameters() for k in ("step", "exp_avg", "exp_avg_sq")]
-        assert len({b"".join(v.numpy().tobytes() for v in each) for each in gathered(state)}) == 1
+        assert len({b"".join(v.numpy().tobytes() for v in each) for each in gathered_objects(state)}) == 1
         assert state[0] == 7
         train(optimizer, model, 5, start=20)
         assert_identical(model)

@@ -7,6 +7,7 @@ import itertools
 import math
 import types
 import warnings
+from functools import partial
 
 import horovod.torch as hvd
 import torch
@@ -67,41 +68,21 @@ def plain(optimizer, model, step):
     optimizer.step()
 
 
-def both_ways(**options):
-    both(plain, way="a", optimizer=lambda m: sgd(m, **options), steps=20)
-    model, _, _ = both(plain, optimizer=lambda m: sgd(m, **options))
-    dropped = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")], dropped
-
-
 @case
-def sgd_without_momentum():
-    both_ways(momentum=0.0)
-
-
-@case
-def sgd_with_momentum():
-    both_ways(momentum=0.9)
-
-
-@case
-def sgd_with_nesterov():
-    both_ways(momentum=0.9, nesterov=True)
-
-
-@case
-def sgd_with_weight_decay():
-    both_ways(momentum=0.9, weight_decay=0.01)
-
-
-@case
-def sgd_for_each_tensor():
-    both_ways(momentum=0.9, foreach=True)
-
-
-@case
-def sgd_fused():
-    both_ways(momentum=0.9, fused=True)
+def every_sgd():
+    for options in (
+        {"momentum": 0.0},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "weight_decay": 0.01},
+        {"momentum": 0.9, "foreach": True},
+        {"momentum": 0.9, "fused": True},
+    ):
+        make = partial(sgd, **options)
+        both(plain, way="a", optimizer=make, steps=20)
+        model, _, _ = both(plain, optimizer=make)
+        dropped = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")], (options, dropped)
 
 
 @case

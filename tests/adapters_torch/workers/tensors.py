@@ -26,6 +26,17 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 _count = 0
 
 
+def gathered_objects(value) -> list:
+    """Every rank's value."""
+    if dist.is_available() and dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+    import horovod.torch as hvd
+
+    return hvd.allgather_object(value)
+
+
 def bits(tensors) -> torch.Tensor:
     return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
 

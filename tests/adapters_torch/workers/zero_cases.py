@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import os
 
 import torch
-from adapters_torch.workers.tensors import assert_bits_equal, assert_replicas_identical, gathered, raises, twin
+from adapters_torch.workers.tensors import (
+    assert_bits_equal,
+    assert_replicas_identical,
+    gathered,
+    gathered_objects,
+    raises,
+    through_file,
+    twin,
+)
 from torch import nn
 from worker_tools import case, launch_rank, launch_size, run_cases
 
@@ -80,14 +87,7 @@ def assert_state_dicts_equal(actual, expected):
 def consolidated(zero):
     """The whole state on every rank, as from a file that rank 0 wrote."""
     zero.consolidate_state_dict()
-    file = io.BytesIO()
-    if RANK == 0:
-        torch.save(zero.state_dict(), file)
-    length = int(gathered(torch.tensor([len(file.getvalue())])).max())
-    padded = torch.zeros(length, dtype=torch.uint8)
-    if RANK == 0:
-        padded.copy_(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
-    return torch.load(io.BytesIO(gathered(padded)[0].numpy().tobytes()))
+    return through_file(gathered_objects(zero.state_dict() if RANK == 0 else None)[0])
 
 
 # -- steps
