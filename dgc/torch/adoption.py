@@ -12,20 +12,18 @@ with its bias corrected: see :mod:`dgc.core.moment`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from dgc.adapter.compression import warn_of_first_moment
 from dgc.core.config import DGCConfig
+from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper
 from dgc.core.moment import is_settled, running_mean
 from dgc.errors import ConfigError
-from dgc.torch.tensors import local
-
-Absorb = Callable[[int, torch.Tensor], None]
+from dgc.torch.tensors import as_array, local
 
 _MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 """Optimizers whose first moment is a running mean of gradients, ``exp_avg``, and which divide by another one."""
@@ -70,10 +68,8 @@ class Adoption:
         names: Sequence[str],
         optimizer: torch.optim.Optimizer | None,
         config: DGCConfig,
-        absorb: Absorb,
-        momentum_of: Callable[[int], np.ndarray],
-        selects_from: int | None,
-        sparsified: Collection[int],
+        exchange: Exchange,
+        share: float,
     ) -> None:
         """Read what the optimizer's groups hold now; they are not changed.
 
@@ -82,10 +78,9 @@ class Adoption:
             names: their names, for errors.
             optimizer: the user's optimizer or None.
             config: ``momentum``, ``nesterov`` and ``weight_decay`` that are not None are used instead of adopting.
-            absorb: called with (parameter index, momentum buffer) for each buffer found.
-            momentum_of: returns the first moment by parameter index, (numel,), as ``absorb`` took it.
-            selects_from: the first step in which entries are selected; None if there is none.
-            sparsified: indices of parameters of which entries are selected. A group without any keeps its beta1.
+            exchange: of these tensors, whose u takes over momentum. A group of which it selects no entries keeps its
+                beta1.
+            share: what this rank's u holds of a momentum that is the same on all ranks.
 
         Raises:
             ConfigError: momentum or weight decay both given and in the optimizer, dampening, or ``maximize=True``.
@@ -93,8 +88,8 @@ class Adoption:
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._names = names
         self._config = config
-        self._absorb, self._momentum_of = absorb, momentum_of
-        self._sparsified = sparsified
+        self._exchange, self._share = exchange, share
+        self._sparsified = {i for i in range(len(parameters)) if exchange.layout.is_sparsified(i)}
         self.hyper = Hyper.uniform(len(parameters), config)
         plain = not has_own_step(optimizer)
         self._averages = plain and config.momentum is None and has_moments(optimizer)
@@ -109,7 +104,6 @@ class Adoption:
         self._seen: list[float] = []  # of the groups' options, when they were read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
         self._settled: dict[int, float] = {}  # id of a group: the beta1 by which all its means need no correction now
-        self._selects_from = selects_from
         self._step = 0
         self._steps: int | None = None  # since the first selection; None before it
         if optimizer is not None:
@@ -138,7 +132,7 @@ class Adoption:
         """
         if anew:
             self._settled.clear()
-        first, self._step = self._selects_from, step or 0
+        first, self._step = self._exchange.selects_from, step or 0
         self._steps = None if step is None or first is None or step < first else step - first
         groups, sgd = self._groups(optimizer), is_sgd(optimizer)
         if self._averages and has_moments(optimizer):
@@ -240,7 +234,7 @@ class Adoption:
         moves = any(bool(local(buffer).any()) for buffer in found.values())
         if moves or restored:
             for i, buffer in found.items():
-                self._absorb(i, buffer)
+                self._exchange.state.absorb_momentum(i, as_array(local(buffer)), self._share)
         return moves
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
@@ -251,7 +245,9 @@ class Adoption:
                 state = optimizer.state.get(p, {})
                 if "exp_avg" in state:
                     saved[p] = moment = torch.empty_like(state["exp_avg"])
-                    values = self._momentum_of(i) * (1.0 - self._beta1(group) ** _steps_of(state))
+                    values = self._exchange.state.whole_momentum(i, self._share) * (
+                        1.0 - self._beta1(group) ** _steps_of(state)
+                    )
                     local(moment).copy_(torch.from_numpy(values).view(local(moment).shape))
         return saved
 

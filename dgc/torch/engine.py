@@ -27,7 +27,7 @@ from dgc.torch.gpu import tensors_for
 from dgc.torch.saved_state import Change
 from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.step import Results, StepWatch, learning_rates_of, refusal_of_results
-from dgc.torch.tensors import Places, Result, as_array, describe, fingerprint, local, samples
+from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples
 from dgc.transport.agreement import gather_values, require_replicas
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -86,16 +86,7 @@ class Engine(EngineBase):
             )
             self._open_exchange()
             share = config.own_share(self.between.size)
-            self.adoption = Adoption(
-                self.parameters,
-                self.names,
-                optimizer,
-                config,
-                absorb=lambda i, buffer: self.exchange.state.absorb_momentum(i, as_array(local(buffer)), share),
-                momentum_of=lambda i: self.exchange.state.whole_momentum(i, share),
-                selects_from=self.exchange.selects_from,
-                sparsified={i for i in range(len(self.names)) if self.exchange.layout.is_sparsified(i)},
-            )
+            self.adoption = Adoption(self.parameters, self.names, optimizer, config, self.exchange, share)
             return self.exchange.layout
 
         self._agree_on_options()

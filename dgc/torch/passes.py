@@ -11,7 +11,7 @@ import torch
 
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.distributed import ddp_over
-from dgc.torch.step import CHANGED, has_unscaled
+from dgc.torch.step import CHANGED, has_unscaled, is_changed
 from dgc.torch.tensors import scattered_values
 from dgc.torch.untraced import untraced, weakly
 
@@ -205,13 +205,11 @@ class Passes:
             if gradient is None:
                 name = self._names[index]
                 self.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
-            changed = gradient._version != before.version
-            if changed and not gradient.is_sparse:  # parts of a buffer have one version
-                changed = gradient.untyped_storage().nbytes() <= gradient.nbytes
+            changed = is_changed(p, before.gradient, before.version)
             if before.values is not None:
                 now = scattered_values(gradient)
                 changed |= not torch.allclose(now, before.values, rtol=0.0, atol=0.0, equal_nan=True)
-            if changed or gradient is not before.gradient:
+            if changed:
                 self.fail_changed(index)
 
     def fail_changed(self, index: int) -> NoReturn:

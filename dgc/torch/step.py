@@ -57,6 +57,15 @@ def read_later(scale: torch.Tensor) -> Callable[[], float]:
     return value
 
 
+def is_changed(p: torch.Tensor, gradient: torch.Tensor, version: int) -> bool:
+    """Whether a parameter's gradient was replaced, or changed in place since it had this version."""
+    if p.grad is not gradient:
+        return True
+    if gradient._version == version:
+        return False
+    return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes  # parts of a buffer have one
+
+
 def steps_by_scaler() -> bool:
     """Whether a scaler steps the optimizer that is about to step."""
     scaler = stepping_scaler(_Scaler)

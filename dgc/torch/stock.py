@@ -21,7 +21,7 @@ from dgc.core.config import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import Placeholders, find_owner
-from dgc.torch.step import CHANGED, Closure, StepWatch
+from dgc.torch.step import CHANGED, Closure, StepWatch, is_changed
 from dgc.torch.untraced import untraced
 
 _PATIENCE = 10.0
@@ -97,8 +97,7 @@ class HorovodSteps(StepWatch):
         """The step's first result is asked for; the index of a gradient that was changed or replaced since, or None."""
         handed, self._handed, self._begun_without = self._handed, {}, None
         for index, (gradient, version) in handed.items():
-            whole = gradient.untyped_storage().nbytes() <= gradient.nbytes  # parts of a buffer have one version
-            if self.watched.parameters[index].grad is not gradient or (whole and gradient._version != version):
+            if is_changed(self.watched.parameters[index], gradient, version):
                 return index
         return None
 
