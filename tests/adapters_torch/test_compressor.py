@@ -1,8 +1,0 @@
-"""All compressors in PyTorch, on 2 real ranks."""
-
-from pathlib import Path
-
-from documented import own_names
-from rank_jobs import each_case
-
-test_compressors = each_case(Path(__file__).parent / "workers" / "compressor_cases.py", more=own_names())
