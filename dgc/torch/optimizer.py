@@ -185,12 +185,12 @@ def DistributedOptimizer(
     check_predivide(gradient_predivide_factor, op)
     named = named_pairs(optimizer, named_parameters)
     attributes.update(compression=compression or Compression.none, op=op, process_set=job.members)
-    dense = None
-    if job.included and job.size > 1:
+    exchanges = job.included and job.size > 1
+    if exchanges:
         agree(named, job, kind, op)
-        vars(optimizer).update(attributes)
-        dense = DenseSteps(optimizer, named, job, kind == "fp16", op == "average", sparse_as_dense)
     vars(optimizer).update(attributes)
+    averages = op == "average"
+    dense = DenseSteps(optimizer, named, job, kind == "fp16", averages, sparse_as_dense) if exchanges else None
     vars(optimizer).update(_methods(optimizer, dense))
     return cast("HorovodOptimizer", optimizer)
 

@@ -142,10 +142,7 @@ class Results:
             self._conclude()
 
     def next_begins(self, index: int | None = None) -> bool:
-        """The first gradient of the next step is there: the latest step is over.
-
-        Args:
-            index: the parameter whose gradient that is; None if no backward pass has touched any.
+        """The first gradient of the next step is there, of this parameter, or None: the latest step is over.
 
         Returns:
             Whether the results of the latest step are still in ``.grad``, other than 0, and are sent again: it counts.
