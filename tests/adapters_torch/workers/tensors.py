@@ -34,7 +34,7 @@ def gathered_objects(value) -> list:
         return values
     import horovod.torch as hvd
 
-    return hvd.allgather_object(value)
+    return hvd.allgather_object(value, name="gathered objects")
 
 
 def bits(tensors) -> torch.Tensor:
