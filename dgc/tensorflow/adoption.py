@@ -49,7 +49,8 @@ _UPDATES = (
 _KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
 """Packages whose updates by SGD, and by what wraps it, are known to do nothing else with gradients."""
 
-_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+_BEFORE_MOMENTUM = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps")
+"""Options by which Keras' optimizers clip gradients or add them up, before momentum."""
 
 
 def family(optimizer: object) -> str | None:
@@ -92,9 +93,9 @@ def optimizer_variables(optimizer: Optimizer | None) -> list[Any]:
     return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
 
 
-def clipping(optimizer: Optimizer) -> str | None:
-    """The option by which a Keras optimizer clips what it is given, as the user wrote it; None if it does not."""
-    for name in _CLIPPING:
+def before_momentum(optimizer: Optimizer) -> str | None:
+    """The option by which a Keras optimizer clips or adds up what it is given, as the user wrote it; None without."""
+    for name in _BEFORE_MOMENTUM:
         value = getattr(optimizer, name, None)
         # Keras takes a threshold of 0 for none, and any type that it can compare.
         if value is not None and _is_positive(value):
@@ -250,8 +251,8 @@ class Adoption:
         hyper: the options by variable index, as the core uses them.
         optimizer: the user's optimizer or None.
         active: whether anything is taken from the optimizer at all.
-        left_for: the clipping option or the user's method for whose sake momentum stays in the optimizer; None if it
-            does not.
+        left_for: the option that clips or adds up, or the user's method, for whose sake momentum stays in the
+            optimizer; None if it does not.
         moment: Adam's first moment, where that is the compressor's once entries are selected; else None.
         is_loss_scaled: whether a LossScaleOptimizer was given.
         taken: whether momentum was adopted, whatever it is now.
@@ -261,25 +262,23 @@ class Adoption:
     def __init__(self, optimizer: Optimizer | None, config: DGCConfig) -> None:
         """Take the momentum out of ``optimizer``, before it has made slots for it if possible.
 
-        An optimizer that clips, or whose class has an update of the user's own, keeps its momentum: both are meant for
-        gradients, and what the exchange returns would be a velocity. The compressor then does plain error feedback.
+        An optimizer that clips or adds up gradients, or whose class has an update of the user's own, keeps its
+        momentum, since the exchange would return a velocity. The compressor then does plain error feedback.
         """
         self.is_loss_scaled = without_loss_scale(optimizer) is not optimizer
         self.optimizer = optimizer = without_loss_scale(optimizer)
         self.active = is_sgd(optimizer) and config.momentum is None
         self.left_for: str | None = None
         self._config = config
-        self._refuse_clipped_velocity()
         if leaves_zeros(config):
             _look_at_update(optimizer, config.algorithm)
         own = own_update(optimizer)
-        found = clipping(optimizer) or own
+        found = before_momentum(optimizer) or own
         if self.active and found and get_momentum(optimizer)[0]:
             self.active, self.left_for = False, found
         self.active = self.active and not own  # nor is a momentum taken that is assigned later
         self.moment: FirstMoment | None = None
         if config.momentum is None and family(optimizer) == KERAS3 and any(is_keras(optimizer, name) for name in KIN):
-            found = found or ("gradient_accumulation_steps" if optimizer.gradient_accumulation_steps else None)
             if not found:
                 self.moment = FirstMoment(optimizer, bool(config.nesterov) or is_keras(optimizer, "Nadam"))
                 self._keep_config()
@@ -313,29 +312,25 @@ class Adoption:
 
         In every step: what the user assigns in mid-training is followed, 0 included.
         """
-        self._refuse_clipped_velocity()
         if self.moment is not None:
             self.moment.follow()
-        if not is_sgd(self.optimizer):
-            return
-        momentum, nesterov = get_momentum(self.optimizer)
-        if not self.active:
-            if momentum and self._config.momentum:
-                raise ConfigError(
-                    f"momentum would be applied twice: the compressor has momentum={self._config.momentum} and the "
-                    f"optimizer has momentum={momentum}; leave momentum out of the compressor (it adopts the "
-                    "optimizer's), or set the optimizer's to 0"
-                )
-            return
-        if not (self.taken or momentum):
-            return
-        clips = clipping(self.optimizer)
-        if clips:
+        momentum, nesterov = get_momentum(self.optimizer) if is_sgd(self.optimizer) else (0.0, False)
+        own = self._config.momentum
+        adopts = self.active and bool(self.taken or momentum)
+        if (adopts or own) and (found := before_momentum(self.optimizer)):
             raise ConfigError(
-                f"the optimizer got {clips} after the compressor had taken its momentum, and would clip the velocity; "
-                "set it before the compressor is built (momentum then stays in the optimizer), or clip with the "
-                "compressor's local_grad_clip_norm"
+                f"the optimizer's {found} comes before momentum, and would act on the velocity that the compressor "
+                "makes: leave momentum to the optimizer (set the option before the compressor is built, or pass "
+                "momentum=0 to the compressor), or clip with the compressor's local_grad_clip_norm"
             )
+        if momentum and own and not self.active:
+            raise ConfigError(
+                f"momentum would be applied twice: the compressor has momentum={own} and the optimizer has "
+                f"momentum={momentum}; leave momentum out of the compressor (it adopts the optimizer's), or set the "
+                "optimizer's to 0"
+            )
+        if not adopts:
+            return
         if self.taken and is_cleared(self.optimizer):
             momentum = momentum or self.momentum
             if (momentum, nesterov) == (self.momentum, self.nesterov):
@@ -397,16 +392,6 @@ class Adoption:
                     slot.assign(tf.zeros(slot.shape, slot.dtype))
                     found = True
         return found
-
-    def _refuse_clipped_velocity(self) -> None:
-        """Refuse an optimizer that clips what the compressor's own momentum makes."""
-        clips = clipping(self.optimizer)
-        if clips and self._config.momentum:
-            raise ConfigError(
-                f"the optimizer's {clips} would clip the velocity that momentum={self._config.momentum} of the "
-                "compressor makes, not the gradient: leave momentum to the optimizer (momentum=0 in the compressor), "
-                "or clip with the compressor's local_grad_clip_norm instead"
-            )
 
     def _keep_config(self) -> None:
         """Let the optimizer's configuration hold the user's own momentum."""

@@ -18,7 +18,7 @@ from dgc.core.config import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, clipping, family, is_adaptive, without_loss_scale
+from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, family, is_adaptive, without_loss_scale
 from dgc.tensorflow.engine import Engine, foreign_variable
 from dgc.tensorflow.horovod import HOROVOD, HorovodCompressor, ProcessSet, is_alone
 from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
@@ -28,6 +28,7 @@ _LEFT = (
     "dense training, and the compressor does plain error feedback. For momentum correction {1}"
 )
 _INSTEAD_OF_CLIPPING = "leave the clipping out and pass local_grad_clip_norm= to the compressor"
+_INSTEAD_OF_ADDING = "pass backward_passes_per_step= to the wrapper instead, which also sends the sum alone"
 _INSTEAD_OF_MOMENTUM = "pass momentum= to the compressor and 0 to the optimizer, if that method may see a velocity"
 
 
@@ -78,9 +79,10 @@ class DGCCompressor(HorovodCompressor):
         self.config = self.config.suited(is_adaptive(without_loss_scale(optimizer)))
         if is_alone(self.process_set(process_set)) is False:
             self.adoption = Adoption(optimizer, self.config)
-            if self.adoption.left_for and self.process_set(process_set).rank() == 0:
-                advice = _INSTEAD_OF_CLIPPING if clipping(self.adoption.optimizer) else _INSTEAD_OF_MOMENTUM
-                warnings.warn(_LEFT.format(self.adoption.left_for, advice), stacklevel=2)
+            left = self.adoption.left_for
+            if left and self.process_set(process_set).rank() == 0:
+                advice = _INSTEAD_OF_CLIPPING if "clip" in left.partition("=")[0] else _INSTEAD_OF_ADDING
+                warnings.warn(_LEFT.format(left, advice if "=" in left else _INSTEAD_OF_MOMENTUM), stacklevel=2)
 
     def bind(
         self, variables: Sequence[Variable], optimizer: Optimizer | None = None, process_set: ProcessSet | None = None

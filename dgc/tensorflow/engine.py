@@ -93,7 +93,7 @@ class Group:
         *,
         follows: bool,
     ) -> tuple[list[np.ndarray], int]:
-        """Exchange one step.
+        """Exchange one step; returns results in the variables' shapes, float32 or float64, and APPLY or REFUSED.
 
         Args:
             indices: variables of the group with a gradient, ascending; the others stay as they are, on all ranks.
@@ -102,14 +102,8 @@ class Group:
             hyper: the options of all variables of the model.
             learning_rate: that of this step, where it is known; the ranks must share it.
             follows: whether the adopted velocity contains it.
-
-        Returns:
-            The results in the variables' shapes, float32 (float64 for float64), and what became of the step: APPLY or
-            REFUSED.
         """
-        if self._runs == 1:
-            self._compare_replicas()
-        self._runs += 1
+        self._count_run()
         given = [self.indices.index(i) for i in indices]
         absent = [place for place in range(len(self.indices)) if place not in set(given)]
         # The ranks compare these numbers in every step, so that a variable which some of them leave out is an error.
@@ -152,12 +146,10 @@ class Group:
 
     def fail(self, error: DGCError) -> NoReturn:
         """Raise ``error`` here and its text on all other ranks, which are in the same step or will come to it."""
-        if self._runs == 1:  # that is what the others do next
-            try:
-                self._compare_replicas()
-            except DGCError as other:
-                raise error from other
-            self._runs += 1
+        try:
+            self._count_run()  # that is what the others do next
+        except DGCError as other:
+            raise error from other
         self.exchange.fail(error)
 
     def absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
@@ -189,9 +181,7 @@ class Group:
     def release(self) -> None:
         """Give back the memory of a group that is closed."""
         self._pool = ResultPool([], [])
-        for bucket in self.exchange.state.buckets:
-            bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
-            bucket.error = bucket.error[:0].copy()
+        self.exchange.state.buckets.clear()
 
     def _require_all_ended(self) -> None:
         """Raise on all ranks where a callback has ended ``fit()`` on some of them."""
@@ -202,14 +192,16 @@ class Group:
                 "see the same values on all ranks; place MetricAverageCallback before it in the list of callbacks"
             )
 
-    def _compare_replicas(self) -> None:
-        """Once, before the second exchange: Keras broadcasts the variables of an unbuilt model after its first step."""
-        require_replicas(
-            self.exchange.transport.whole,
-            {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
-            "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add dgc.callbacks."
-            "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
-        )
+    def _count_run(self) -> None:
+        """Compare the replicas before the second run: Keras broadcasts an unbuilt model after its first step."""
+        self._runs += 1
+        if self._runs == 2:
+            require_replicas(
+                self.exchange.transport.whole,
+                {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
+                "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add dgc.callbacks."
+                "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
+            )
 
     def follow(self, learning_rate: float) -> None:
         """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -38,8 +38,6 @@ else:
 ReduceOp: TypeAlias = "int | str"
 """A constant of Horovod's, or its name."""
 
-_ERRORS = (tf.errors.OpError, RuntimeError, ValueError)
-
 
 class TensorFlowHorovod(Horovod):
     """Horovod for TensorFlow."""
@@ -57,17 +55,25 @@ class TensorFlowHorovod(Horovod):
 
     def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
         """Join the members' messages in rank order, also while a TensorFlow function is being traced."""
-        hvd = self.module()
-        # CPU tensors: a NCCL build must not take bytes that live in host memory to a GPU. init_scope leaves a trace.
-        with tf.init_scope(), tf.device("/cpu:0"):
-            try:
-                out = hvd.allgather(tf.constant(message), name=name, process_set=self.members, ignore_name_scope=True)
-            except _ERRORS as error:
-                raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
-            return np.asarray(out)
+        return _collective(
+            f"gather {message.size} bytes ({name})", self.module().allgather, message, name, self.members
+        )
 
     def own_transport(self) -> Transport:  # noqa: D102
         return HorovodTransport(self)
+
+
+def _collective(
+    what: str, function: Callable[..., tf.Tensor], array: np.ndarray, name: str, process_set: ProcessSet, **options: Any
+) -> np.ndarray:
+    """The result of one of Horovod's collectives, run eagerly, also while a graph is being built."""
+    # CPU tensors: a NCCL build must not take bytes that live in host memory to a GPU. init_scope leaves a trace.
+    with tf.init_scope(), tf.device("/cpu:0"):
+        try:
+            given = tf.constant(array)
+            return np.asarray(function(given, name=name, process_set=process_set, ignore_name_scope=True, **options))
+        except (tf.errors.OpError, RuntimeError, ValueError) as error:
+            raise TransportError(f"Horovod could not {what}: {error}") from error
 
 
 HOROVOD = TensorFlowHorovod()
@@ -94,13 +100,9 @@ class HorovodTransport(HorovodTransportBase):
 
     def _sum(self, array: np.ndarray) -> None:
         name = f"{self._prefix}.allreduce.{array.dtype.name}.{array.size}"
-        options = {"op": self._hvd.Sum, "process_set": self._process_set, "ignore_name_scope": True}
-        with tf.init_scope(), tf.device("/cpu:0"):
-            try:
-                total = self._hvd.allreduce(tf.constant(array), name=name, **options)
-            except _ERRORS as error:
-                raise TransportError(f"Horovod could not sum {array.size} elements: {error}") from error
-            np.copyto(array, np.asarray(total))
+        members, op = self._process_set, self._hvd.Sum
+        total = _collective(f"sum {array.size} elements", self._hvd.allreduce, array, name, members, op=op)
+        np.copyto(array, total)
 
     def _is_running(self) -> bool:
         return self._hvd.is_initialized()

@@ -1,8 +1,7 @@
-"""What every distributed optimizer holds: its arguments, in a form that is saved with the model, and its reducer."""
+"""What every distributed optimizer holds: its reducer, whose arguments are saved with the model."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption, Optimizer, without_loss_scale
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, import_horovod, is_alone
-from dgc.tensorflow.reduce import DEFAULTS, DenseReducer, Gradient, GradientReducer, ReduceOptions, Reducer
+from dgc.tensorflow.reduce import DEFAULTS, Gradient, ReduceOptions, Reducer
 from dgc.tensorflow.tensors import Variable
 
 _SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide")
@@ -27,33 +26,23 @@ _PLAIN = (bool, int, float, str, list, tuple, type(None))
 check_compression = functools.partial(compression_of.check_compression, own=DGCCompressor, package="dgc.tensorflow")
 
 
-class Settings:
-    """The arguments of ``DistributedOptimizer`` beside the optimizer, and the reducer that they describe.
+class Settings(Reducer):
+    """The arguments of ``DistributedOptimizer`` beside the optimizer: how it reduces gradients, and how it is saved.
 
     Attributes:
-        reducer: reduces the gradients.
-        process_set: the ranks that exchange; None for all.
-        accumulation_steps: Keras' ``gradient_accumulation_steps`` when the reducer does it; else None.
         lost: names of options that were in use when the model was saved but could not be saved with it.
     """
 
     def __init__(
         self, compression: object = None, options: ReduceOptions = DEFAULTS, *, lost: Sequence[str] = ()
     ) -> None:
-        self._given, self._options = compression, options
-        self.process_set = options.process_set
-        self.accumulation_steps: int | None = None
+        super().__init__(compression, options)
         self.lost = tuple(lost)
-        self.reducer: GradientReducer
-        if isinstance(compression, DGCCompressor):
-            self.reducer = Reducer(compression, options)
-        else:
-            self.reducer = DenseReducer(compression, options)
 
     @property
-    def compression(self) -> DGCCompressor | None:
-        """The compressor; None for Horovod's dense exchange."""
-        return self.reducer.compression
+    def process_set(self) -> ProcessSet | None:
+        """The ranks that exchange; None for all."""
+        return self.options.process_set
 
     @property
     def adoption(self) -> Adoption | None:
@@ -91,25 +80,10 @@ class Settings:
                 "DistributedOptimizer(model.optimizer, compression=..., process_set=...), loss=...)"
             )
 
-    def accumulate(self, steps: int) -> None:
-        """Take over Keras' gradient accumulation, which averages."""
-        if self.reducer.options.passes != 1:
-            raise ConfigError(
-                "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
-            )
-        self.accumulation_steps = steps
-        self.reducer.use(dataclasses.replace(self._options, passes=steps, average_passes=True))
-
-    def reduce(
-        self,
-        gradients: Sequence[Gradient],
-        variables: Sequence[Variable],
-        optimizer: Optimizer,
-        loss_scale: tf.Tensor | float | None = None,
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Exchange one step's gradients: see :meth:`dgc.tensorflow.reduce.GradientReducer.reduce`."""
+    def reduce(self, *arguments: Any) -> tuple[list[Gradient], tf.Tensor]:
+        """See :meth:`dgc.tensorflow.reduce.Reducer.reduce`."""
         self.require_complete()
-        return self.reducer.reduce(gradients, variables, optimizer, loss_scale)
+        return super().reduce(*arguments)
 
     def refuse_loss_scale(self) -> None:
         """The distributed loss-scale optimizer hands over unscaled gradients."""
@@ -121,7 +95,7 @@ class Settings:
 
     def to_config(self) -> dict[str, Any]:
         """Plain values that :meth:`from_config` understands."""
-        config: dict[str, Any] = {name: getattr(self._options, name) for name in _SAVED}
+        config: dict[str, Any] = {name: getattr(self.options, name) for name in _SAVED}
         config.update(op=None, options=None, lost=list(self.lost))
         if self.process_set is not None:
             config["lost"].append("process_set")
@@ -134,8 +108,8 @@ class Settings:
             config["names"] = self.compression.variable_names()
             config["lost"] += [k for k, v in given.items() if not isinstance(v, _PLAIN) and k != "op"]
         else:
-            config["op"] = HOROVOD.op_name(self._options.op or "average")
-            if self._given not in (None, import_horovod().Compression.none):
+            config["op"] = HOROVOD.op_name(self.options.op or "average")
+            if self._horovods not in (None, import_horovod().Compression.none):
                 config["lost"].append("compression")
         return config
 

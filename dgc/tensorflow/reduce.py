@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,18 +62,6 @@ class Sums:
         return sums
 
 
-def adding_step(sums: Sums) -> Step:
-    """A step that only adds up: ACCUMULATED, or APPLY after the last pass. It holds no sums: a graph keeps it."""
-    reference = weakref.ref(sums)
-
-    def step(arrays: list[np.ndarray], *_: object) -> tuple[list[np.ndarray], int]:
-        total = still_there(reference)
-        added = total.add(arrays)
-        return added, ACCUMULATED if total.passed else APPLY
-
-    return step
-
-
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
@@ -104,34 +91,36 @@ DEFAULTS = ReduceOptions()
 """Average over the compressor's ranks, at each step."""
 
 
-class GradientReducer(abc.ABC):
-    """Reduces the gradients of one tape or optimizer: compressed, or with Horovod's own collectives.
+class Reducer:
+    """Reduces the gradients of one tape or optimizer: compressed, or with Horovod's allreduce.
 
     Attributes:
         options: how.
         compression: the compressor; None if gradients are sent dense.
     """
 
-    compression: DGCCompressor | None = None
+    def __init__(
+        self, compression: Any = None, options: ReduceOptions = DEFAULTS, *, user: str = "a distributed optimizer"
+    ) -> None:
+        """Check what fits together. Local: no communication.
 
-    def __init__(self, options: ReduceOptions) -> None:
-        self.use(options)
-
-    def use(self, options: ReduceOptions) -> None:
-        """Reduce by these options from the next step on."""
+        Args:
+            compression: a compressor of ours, one of Horovod's, or None for ``Compression.none``.
+            options: how.
+            user: whose gradients these are, for the error when two share a compressor.
+        """
         self.options = options
         self._sums = Sums(options.passes, options.average_passes)
-
-    @property
-    def members(self) -> ProcessSet:
-        """The process set of the exchange."""
-        given = self.options.process_set
-        return HOROVOD.of(given).members if self.compression is None else self.compression.process_set(given)
-
-    @property
-    def size(self) -> int:
-        """Ranks that exchange; 1 where there is only this one."""
-        return 1 if is_alone(self.members) else int(self.members.size())
+        self.compression: DGCCompressor | None = None
+        if isinstance(compression, DGCCompressor):
+            self.compression = compression
+            compression.claim(user)
+            if options.op is not None:
+                compression.use_op(options.op)
+            compression.process_set(options.process_set)
+        else:
+            self._horovods, self._op = compression, HOROVOD.reduce_op(options.op)
+            self._names = CommonNames("dense")
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
@@ -140,7 +129,6 @@ class GradientReducer(abc.ABC):
         variables: Sequence[Variable],
         optimizer: Optimizer | None = None,
         loss_scale: tf.Tensor | float | None = None,
-        generic_names: bool = False,
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Exchange one step's gradients, now or in the graph being built.
 
@@ -149,29 +137,144 @@ class GradientReducer(abc.ABC):
             variables: the same ones, in the same order, in every step.
             optimizer: whose momentum is adopted and whose learning rate counts; None where the compressor has it.
             loss_scale: the factor of the gradients, divided out before anything else; None for none.
-            generic_names: ``use_generic_names`` of Horovod's tape.
 
         Returns:
             The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (:mod:`dgc.tensorflow.tensors`).
         """
-        gradients = list(gradients)
+        gradients, variables = list(gradients), list(variables)
         if loss_scale is not None:
             gradients = scaled(gradients, 1.0 / loss_scale)
         if self.options.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        return self._exchange(gradients, list(variables), optimizer, generic_names)
+        if self.compression is None:
+            return self._dense(gradients, variables)
+        self.compression.bind(variables, optimizer, self.options.process_set)
+        engine = self.compression.engine
+        _refuse_results(gradients, engine)
+        if engine is not None:
+            return self._compressed(engine, gradients, variables)
+        return (gradients, verdict_of(gradients)) if self.options.passes == 1 else self._added(gradients)
 
-    @abc.abstractmethod
-    def _exchange(
-        self, gradients: list[Gradient], variables: list[Variable], optimizer: Optimizer | None, generic_names: bool
-    ) -> tuple[list[Gradient], tf.Tensor]: ...
+    # -- inside --------------------------------------------------------------------------------------------------
 
-    def _require_dense_passes(self, gradients: Sequence[Gradient]) -> None:
-        if self.options.passes > 1 and any(isinstance(g, tf.IndexedSlices) for g in gradients):
+    def _compressed(
+        self, engine: Engine, gradients: list[Gradient], variables: list[Variable]
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        gradients = engine.densified(variables, gradients)
+        indices = engine.begin(variables, gradients)
+        # Sorted by registration, so that a caller who orders variables differently means the same group.
+        dense = sorted((index, i) for i, index in enumerate(indices) if gradients[i] is not None)
+        if not dense:
+            return gradients, tf.constant(APPLY, tf.int32)
+        members = [index for index, _ in dense]
+        engine.group(members)
+        adoption, places, parameters = engine.adoption, [i for _, i in dense], []
+        if any(adoption.hyper.weight_decay):
+            parameters = [adoption.decayed(index, variables[i]) for index, i in dense]
+        reduced, verdict = self._crossed(gradients, places, members, adoption.learning_rate(), parameters)
+        if adoption.moment is not None:
+            adoption.moment.assign(verdict)
+        _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
+        return reduced, verdict
+
+    def _added(self, gradients: list[Gradient]) -> tuple[list[Gradient], tf.Tensor]:
+        """This rank's own gradients, added up; the verdict is ACCUMULATED before the last pass."""
+        if any(isinstance(g, tf.IndexedSlices) for g in gradients):
             raise ConfigError(
                 "backward_passes_per_step > 1 (gradient accumulation) cannot add up sparse gradients; pass "
                 "sparse_as_dense=True"
             )
+        return self._crossed(gradients, _places(gradients))
+
+    def _crossed(
+        self,
+        gradients: list[Gradient],
+        places: list[int],
+        indices: Sequence[int] | None = None,
+        rate: tf.Tensor | float | None = None,
+        parameters: Sequence[Variable] = (),
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Add up and, with the ``indices`` of the variables, exchange the gradients in some places."""
+        step = _step_of(self.compression, self._sums, indices)
+        results, verdict = cross(step, [tf.convert_to_tensor(gradients[i]) for i in places], rate, parameters)
+        return _replaced(gradients, places, results), verdict
+
+    def _dense(self, gradients: list[Gradient], variables: list[Variable]) -> tuple[list[Gradient], tf.Tensor]:
+        """Average or sum with Horovod's own collectives."""
+        members = HOROVOD.of(self.options.process_set).members
+        names = None if is_alone(members) else [self._names.of(raw_variable(v), members) for v in variables]
+        places = _places(gradients)
+
+        def exchange(given: list[Gradient]) -> tuple[list[Gradient], tf.Tensor]:
+            reduced = [given[i] if names is None else self._allreduce(given[i], names[i], members) for i in places]
+            return reduced, verdict_of(reduced)
+
+        if self.options.passes == 1:
+            results, verdict = exchange(gradients)
+        else:
+            added, passed = self._added(gradients)
+            # All ranks are in the same pass, so all of them meet in the allreduce or none.
+            results, verdict = tf.cond(
+                tf.not_equal(passed, ACCUMULATED),
+                lambda: exchange(added),
+                lambda: ([tf.identity(added[i]) for i in places], passed),
+            )
+        return _replaced(gradients, places, results), verdict
+
+    def _allreduce(self, gradient: Any, name: str, members: ProcessSet) -> Gradient:
+        hvd = import_horovod()
+        op, factor, scales = hvd.Average if self._op is None else self._op, self.options.predivide, {}
+        if isinstance(gradient, tf.IndexedSlices):
+            return gather_slices(gradient, name, members, is_sum=op == hvd.Sum)
+        if factor != 1.0:
+            op, scales = hvd.Sum, {"prescale_factor": 1.0 / factor, "postscale_factor": factor / members.size()}
+        # Horovod has no kernel for bfloat16.
+        given = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
+        result = hvd.allreduce(
+            given,
+            op=op,
+            compression=self._horovods or hvd.Compression.none,
+            process_set=members,
+            name=name,
+            ignore_name_scope=True,
+            **scales,
+        )
+        return tf.cast(result, gradient.dtype) if result.dtype != gradient.dtype else result
+
+
+def _places(gradients: Sequence[Gradient]) -> list[int]:
+    return [i for i, gradient in enumerate(gradients) if gradient is not None]
+
+
+def _replaced(gradients: Sequence[Gradient], places: Sequence[int], results: Sequence[Gradient]) -> list[Gradient]:
+    replaced = list(gradients)
+    for place, result in zip(places, results, strict=True):
+        replaced[place] = result
+    return replaced
+
+
+def _step_of(compression: DGCCompressor | None, sums: Sums, indices: Sequence[int] | None) -> Step:
+    """The function that a graph calls in each step.
+
+    TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor
+    anything that is as large as the model. The model holds the compressor (:meth:`DGCCompressor.bind`). ``indices`` is
+    None where gradients are only added up.
+    """
+    reference = None if compression is None else weakref.ref(compression)
+    adding, several = weakref.ref(sums), sums.passes > 1
+
+    def step(arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+        alive = None if reference is None else still_there(reference)
+        if several:
+            passes = still_there(adding)
+            arrays = passes.add(arrays, 0 if alive is None else alive.generation)
+            if passes.passed:
+                return arrays, ACCUMULATED
+        if alive is None or alive.engine is None or indices is None:
+            return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
+        return alive.engine.exchange(indices, arrays, rate, values)
+
+    return step
 
 
 def scaled(gradients: Sequence[Gradient], factor: tf.Tensor | float) -> list[Gradient]:
@@ -183,97 +286,6 @@ def _changed(gradient: Gradient, change: Callable[[tf.Tensor], tf.Tensor]) -> Gr
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
     return None if gradient is None else change(gradient)
-
-
-class Reducer(GradientReducer):
-    """Reduces the gradients of one model with a compressor."""
-
-    compression: DGCCompressor
-
-    def __init__(
-        self, compression: DGCCompressor, options: ReduceOptions = DEFAULTS, *, user: str = "a distributed optimizer"
-    ) -> None:
-        """Check what fits together. Local: no communication.
-
-        ``user`` names whose gradients these are, for the error when two share a compressor.
-        """
-        super().__init__(options)
-        self.compression = compression
-        compression.claim(user)
-        if options.op is not None:
-            compression.use_op(options.op)
-        compression.process_set(options.process_set)
-
-    def _exchange(
-        self, gradients: list[Gradient], variables: list[Variable], optimizer: Optimizer | None, generic_names: bool
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        self.compression.bind(variables, optimizer, self.options.process_set)
-        engine = self.compression.engine
-        _refuse_results(gradients, engine)
-        if engine is None:
-            if self.options.passes == 1:
-                return gradients, verdict_of(gradients)
-            self._require_dense_passes(gradients)
-            return self._cross(None, gradients, variables, list(range(len(variables))))
-        gradients = engine.densified(variables, gradients)
-        reduced, verdict = self._cross(engine, gradients, variables, engine.begin(variables, gradients))
-        _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
-        return reduced, verdict
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _cross(
-        self,
-        engine: Engine | None,
-        gradients: list[Gradient],
-        variables: list[Variable],
-        indices: list[int],
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Exchange the gradients that there are."""
-        # Sorted by registration, so that a caller who orders variables differently means the same group.
-        dense = sorted((index, i) for i, index in enumerate(indices) if gradients[i] is not None)
-        if not dense:
-            return gradients, tf.constant(APPLY, tf.int32)
-        order = [i for _, i in dense]
-        members: Sequence[int] | None = None
-        rate, parameters = None, []
-        if engine is not None:
-            members = [index for index, _ in dense]
-            engine.group(members)
-            rate = engine.adoption.learning_rate()
-            if any(engine.adoption.hyper.weight_decay):
-                parameters = [engine.adoption.decayed(index, variables[i]) for index, i in dense]
-        step = _step_of(self.compression, self._sums, members)
-        results, verdict = cross(step, [tf.convert_to_tensor(gradients[i]) for i in order], rate, parameters)
-        if engine is not None and (moment := engine.adoption.moment) is not None:
-            moment.assign(verdict)
-        reduced = list(gradients)
-        for i, result in zip(order, results, strict=True):
-            reduced[i] = result
-        return reduced, verdict
-
-
-def _step_of(compression: DGCCompressor, sums: Sums, indices: Sequence[int] | None) -> Step:
-    """The function that a graph calls in each step.
-
-    TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor
-    anything that is as large as the model. The model holds the compressor (:meth:`DGCCompressor.bind`). ``indices`` is
-    None in one process, where nothing is exchanged.
-    """
-    reference, adding, several = weakref.ref(compression), weakref.ref(sums), sums.passes > 1
-
-    def step(arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-        alive = still_there(reference)
-        if several:
-            passes = still_there(adding)
-            arrays = passes.add(arrays, alive.generation)
-            if passes.passed:
-                return arrays, ACCUMULATED
-        if alive.engine is None or indices is None:
-            return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
-        return alive.engine.exchange(indices, arrays, rate, values)
-
-    return step
 
 
 _results: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()
@@ -290,76 +302,3 @@ def _refuse_results(gradients: Sequence[Gradient], engine: Engine | None) -> Non
     if engine is not None:
         engine.fail(error)
     raise error
-
-
-class DenseReducer(GradientReducer):
-    """Averages (or sums) gradients with Horovod's allreduce, for optimizers."""
-
-    def __init__(self, compression: Any = None, options: ReduceOptions = DEFAULTS) -> None:
-        """Remember how to reduce; ``compression`` is one of Horovod's, None for ``Compression.none``."""
-        super().__init__(options)
-        self._compression, self._op = compression, HOROVOD.reduce_op(options.op)
-        self._names = CommonNames("dense")
-
-    def _exchange(
-        self, gradients: list[Gradient], variables: list[Variable], optimizer: Optimizer | None, generic_names: bool
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        names = [""] * len(gradients)
-        if not is_alone(self.members):
-            names = [self._names.of(raw_variable(v), self.members) for v in variables]
-        if self.options.passes == 1:
-            return self._reduced(gradients, names)
-        self._require_dense_passes(gradients)
-        places = [i for i, g in enumerate(gradients) if g is not None]
-        added, verdict = cross(adding_step(self._sums), [tf.convert_to_tensor(gradients[i]) for i in places], None)
-        # All ranks are in the same pass, so all of them meet in the allreduce or none.
-        summed, verdict = tf.cond(
-            tf.not_equal(verdict, ACCUMULATED),
-            lambda: self._reduced(added, [names[i] for i in places]),
-            lambda: ([tf.identity(a) for a in added], verdict),
-        )
-        results = list(gradients)
-        for place, result in zip(places, summed, strict=True):
-            results[place] = result
-        return results, verdict
-
-    def _reduced(self, gradients: Sequence[Gradient], names: list[str]) -> tuple[list[Gradient], tf.Tensor]:
-        reduced = list(gradients)
-        if not is_alone(self.members):
-            reduced = [None if g is None else self._allreduce(g, n) for g, n in zip(gradients, names, strict=True)]
-        return reduced, verdict_of(reduced)
-
-    def _allreduce(self, gradient: Any, name: str) -> Gradient:
-        hvd = import_horovod()
-        op, members = hvd.Average if self._op is None else self._op, self.members
-        if isinstance(gradient, tf.IndexedSlices):
-            return gather_slices(gradient, name, members, is_sum=op == hvd.Sum)
-        scales, factor = {}, self.options.predivide
-        if factor != 1.0:
-            op, scales = hvd.Sum, {"prescale_factor": 1.0 / factor, "postscale_factor": factor / self.size}
-        # Horovod has no kernel for bfloat16.
-        given = tf.cast(gradient, tf.float32) if gradient.dtype == tf.bfloat16 else gradient
-        result = hvd.allreduce(
-            given,
-            op=op,
-            compression=self._compression or hvd.Compression.none,
-            process_set=members,
-            name=name,
-            ignore_name_scope=True,
-            **scales,
-        )
-        return tf.cast(result, gradient.dtype) if result.dtype != gradient.dtype else result
-
-
-class TapeReducer(GradientReducer):
-    """The reduction of Horovod's own tape, with all its options (groups, Adasum, devices)."""
-
-    def __init__(self, tape: Any, options: ReduceOptions) -> None:
-        """Reduce as ``tape`` does (of ``hvd.DistributedGradientTape``)."""
-        super().__init__(options)
-        self._reduce = tape._allreduce_grads
-
-    def _exchange(
-        self, gradients: list[Gradient], variables: list[Variable], optimizer: Optimizer | None, generic_names: bool
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        return list(self._reduce(gradients, variables, generic_names)), tf.constant(APPLY, tf.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,8 +14,8 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
 from dgc.tensorflow.optimizer import check_compression
-from dgc.tensorflow.reduce import GradientReducer, ReduceOptions, Reducer, TapeReducer
-from dgc.tensorflow.tensors import raw_variable
+from dgc.tensorflow.reduce import ReduceOptions, Reducer
+from dgc.tensorflow.tensors import Variable, raw_variable
 
 
 @tf.autograph.experimental.do_not_convert
@@ -43,36 +43,36 @@ def DistributedGradientTape(
     """
     hvd = import_horovod()
     check_compression(compression, device_dense=device_dense, device_sparse=device_sparse)
-    reducer: GradientReducer
-    options = ReduceOptions(op, process_set)
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
         refuse_adasum(op, HOROVOD)
         check_predivide(gradient_predivide_factor, compression.op_of(op))
         _check_optimizer(compression, process_set)
-        options = replace(options, sparse_as_dense=sparse_as_dense)
+        options = ReduceOptions(op, process_set, sparse_as_dense)
         reducer = Reducer(compression, options, user="a DistributedGradientTape")
+
+        def reduce(gradients: list[Any], variables: list[Variable], _: bool) -> Sequence[Any]:
+            return reducer.reduce(gradients, variables)[0]
+
     else:
-        reducer = TapeReducer(
-            hvd.DistributedGradientTape(
-                gradtape,
-                device_dense=device_dense,
-                device_sparse=device_sparse,
-                compression=horovods(compression) or hvd.Compression.none,
-                sparse_as_dense=sparse_as_dense,
-                op=hvd.Average if op is None else HOROVOD.reduce_op(op),
-                gradient_predivide_factor=gradient_predivide_factor,
-                num_groups=num_groups,
-                groups=groups,
-                process_set=process_set or hvd.global_process_set,
-            ),
-            options,
-        )
+        # With all its options: groups, Adasum, devices.
+        reduce = hvd.DistributedGradientTape(
+            gradtape,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=horovods(compression) or hvd.Compression.none,
+            sparse_as_dense=sparse_as_dense,
+            op=hvd.Average if op is None else HOROVOD.reduce_op(op),
+            gradient_predivide_factor=gradient_predivide_factor,
+            num_groups=num_groups,
+            groups=groups,
+            process_set=process_set or hvd.global_process_set,
+        )._allreduce_grads
     distributed = copy.copy(gradtape)
     cls = type(gradtape)
     distributed.__class__ = type(cls.__name__, (_DistributedTape, cls), {})
-    distributed._dgc_reducer = reducer
-    distributed._dgc_seen = set()
+    distributed._dgc_reduce, distributed._dgc_seen = reduce, set()
+    distributed._dgc_compression = compression if isinstance(compression, DGCCompressor) else None
     return distributed
 
 
@@ -90,11 +90,6 @@ def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None)
         return
     if not adoption.active or not adoption.momentum:
         return
-    if getattr(adoption.optimizer, "gradient_accumulation_steps", None):
-        raise ConfigError(
-            "the optimizer accumulates gradients (gradient_accumulation_steps), but behind a tape its momentum would "
-            "be applied to each of them; use dgc.tensorflow.DistributedOptimizer, or accumulate them yourself"
-        )
     if adoption.is_loss_scaled and "loss_scale" not in compression.given_options:
         raise ConfigError(
             "the optimizer scales the loss, and the momentum that was taken over must not be scaled with it: pass "
@@ -105,7 +100,8 @@ def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None)
 class _DistributedTape(tf.GradientTape):
     """Mixed into the class of the user's tape."""
 
-    _dgc_reducer: GradientReducer
+    _dgc_reduce: Callable[[list[Any], list[Variable], bool], Sequence[Any]]
+    _dgc_compression: DGCCompressor | None
     _dgc_seen: set[int]
 
     @tf.autograph.experimental.do_not_convert
@@ -126,12 +122,12 @@ class _DistributedTape(tf.GradientTape):
         self._refuse_momentum_twice(set(map(id, map(raw_variable, variables))))
         # Without composites, tf.IndexedSlices and None are leaves like the variables.
         given = tf.nest.flatten(own, expand_composites=False)
-        results, _ = self._dgc_reducer.reduce(given, variables, generic_names=use_generic_names)
+        results = self._dgc_reduce(given, variables, use_generic_names)
         return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
 
     def _refuse_momentum_twice(self, chosen: set[int]) -> None:
         """A second ``gradient()`` of a persistent tape is a second step of the momentum."""
-        compression = self._dgc_reducer.compression
+        compression = self._dgc_compression
         again = chosen & self._dgc_seen
         self._dgc_seen |= chosen
         engine = None if compression is None else compression.engine

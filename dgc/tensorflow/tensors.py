@@ -94,10 +94,6 @@ class ResultPool:
         self._dtypes = [np.dtype(d) for d in dtypes]
         self._blocks: list[list[np.ndarray]] = [[] for _ in self._shapes]
 
-    def dtype(self, index: int) -> np.dtype:
-        """Of result ``index``."""
-        return self._dtypes[index]
-
     def take(self, index: int) -> np.ndarray:
         """An array of result ``index``'s shape without other references."""
         blocks = self._blocks[index]

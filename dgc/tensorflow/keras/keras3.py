@@ -5,10 +5,8 @@ Keras 3 calls ``apply`` with this rank's gradients and nothing else, so that is 
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,91 +15,35 @@ from keras.src.utils import tracking
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Optimizer, is_sgd, make_slots
-from dgc.tensorflow.horovod import is_alone
 from dgc.tensorflow.optimizer import HasSettings, Settings
 from dgc.tensorflow.reduce import Gradient, scaled
 from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, Variable
 
 
-def hand_over(optimizer: Optimizer) -> None:
-    """Let ``optimizer`` take every gradient that it is given for the mean of all passes."""
-    # An instance's method: a class of its own would be saved with the model, and loaded without us.
-    optimizer._backend_apply_gradients = functools.partial(_apply_mean, optimizer)
-
-
-@contextlib.contextmanager
-def no_accumulators(optimizer: Optimizer) -> Iterator[None]:
-    """Make no variables for sums while ``optimizer`` makes its variables."""
-    steps = optimizer.gradient_accumulation_steps
-    optimizer.gradient_accumulation_steps = None
-    try:
-        yield
-    finally:
-        optimizer.gradient_accumulation_steps = steps
-
-
-def count_pass(optimizer: Optimizer) -> None:
-    """Do what Keras does in a pass that only adds gradients up, except the addition."""
-    if getattr(optimizer, "gradient_accumulation_steps", None):
-        _average(optimizer)
-        for variable in optimizer._trainable_variables:
-            if getattr(variable, "constraint", None) is not None:
-                variable.assign(variable.constraint(variable))
-    optimizer._iterations.assign_add(1)
-
-
-def _apply_mean(optimizer: Optimizer, gradients: Any, variables: Sequence[Variable]) -> None:
-    """Keras' ``_backend_apply_gradients`` in the pass that updates, after its division by the number of passes."""
-    gradients = optimizer._clip_gradients(gradients)
-    optimizer._apply_weight_decay(variables)
-    optimizer._backend_update_step(gradients, variables, optimizer.learning_rate)
-    _average(optimizer)
-
-
-def _average(optimizer: Optimizer) -> None:
-    if not optimizer.use_ema:
-        return
-    variables = optimizer._trainable_variables
-    optimizer._update_model_variables_moving_average(variables)
-    every = optimizer.ema_overwrite_frequency
-    if not every:
-        return
-
-    def overwrite() -> int:
-        optimizer._overwrite_model_variables_with_average_value(variables)
-        return 0
-
-    tf.cond(tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % every, 0), overwrite, lambda: 0)
-
-
-_Place = tuple[tuple[int, ...], Any]
-"""A saved variable's shape, and the variable that takes its value; None where there is none."""
-
-
 def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any], momentum_is_taken: bool) -> bool:
     """Give a distributed optimizer the values that were saved by one process, by several or by a dense run.
 
-    What is not saved of momentum and of added gradients begins at 0; momentum that was saved as slots gets slots, of
-    which the compressor makes its buffer in the first step.
+    What is not saved of momentum begins at 0; momentum that was saved as slots gets slots, of which the compressor
+    makes its buffer in the first step.
     """
+    slots = _slots(inner)
+    others = [v for v in inner.variables if all(v is not slot for slot in slots)]
     shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
-    slots_may_be = is_sgd(inner) and (momentum_is_taken or bool(getattr(inner, "momentums", None)))
-    # Slots before sums, which have the same shapes: sums of an optimizer with momentum are not saved without slots.
-    choices = itertools.product((True, False), _choices(slots_may_be), _choices(inner.gradient_accumulation_steps))
-    for with_own, with_slots, with_sums in choices:
-        wanted = [*(_places(own) if with_own else ()), *_layout(inner, with_sums, with_slots)]
-        if [shape for shape, _ in wanted] == shapes:
+    trained = [tuple(v.shape) for v in inner._trainable_variables]
+    slots_may_be = is_sgd(inner) and (momentum_is_taken or bool(slots))
+    for first, last in itertools.product(([*own], []), (trained, []) if slots_may_be else ([],)):
+        found = [*first, *others]
+        if [*(tuple(v.shape) for v in found), *last] == shapes:
             break
     else:
         return False
-    if with_slots:
+    if last:
         make_slots(inner)
-        wanted = [*(_places(own) if with_own else ()), *_layout(inner, with_sums, with_slots)]
-    for variable in (*_sums(inner), *_slots(inner)):
+        found += _slots(inner)
+    for variable in _slots(inner):
         variable.assign(tf.zeros(variable.shape, variable.dtype))
-    for i, (_, variable) in enumerate(wanted):
-        if variable is not None:
-            variable.assign(store[str(i)])
+    for i, variable in enumerate(found):
+        variable.assign(store[str(i)])
     return True
 
 
@@ -109,32 +51,8 @@ def loaded_with_the_wrapper(store: Mapping[str, Any]) -> None:
     """In place of the user's optimizer's ``load_own_variables``: the wrapper has loaded its variables already."""
 
 
-def _choices(possible: Any) -> tuple[bool, ...]:
-    return (True, False) if possible else (False,)
-
-
-def _places(variables: Sequence[Variable]) -> list[_Place]:
-    return [(tuple(v.shape), v) for v in variables]
-
-
-def _sums(inner: Optimizer) -> list[Any]:
-    return list(getattr(inner, "_accumulated_gradients", None) or [])
-
-
 def _slots(inner: Optimizer) -> list[Any]:
     return list(getattr(inner, "momentums", None) or []) if is_sgd(inner) else []
-
-
-def _layout(inner: Optimizer, with_sums: bool, with_slots: bool) -> list[_Place]:
-    """Keras' order: counters, moving averages, sums of gradients, all else."""
-    trained = [(tuple(v.shape), None) for v in inner._trainable_variables]
-    apart = {id(v) for v in (*_sums(inner), *_slots(inner))}
-    others = _places([v for v in inner.variables if id(v) not in apart])
-    # A schedule is no variable.
-    first = 1 + hasattr(inner._learning_rate, "assign") + (len(trained) if inner.use_ema else 0)
-    sums: list[_Place] = (_places(_sums(inner)) or trained) if with_sums else []
-    slots: list[_Place] = (_places(_slots(inner)) or trained) if with_slots else []
-    return [*others[:first], *sums, *others[first:], *slots]
 
 
 PACKAGE = "dgc"
@@ -146,14 +64,9 @@ def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
     Under the policy mixed_float16 Keras puts every optimizer that is no LossScaleOptimizer into one when it compiles,
     which then decides on each rank alone whether to call us; so ours is one itself.
     """
-    if isinstance(optimizer, (DistributedOptimizer, DistributedLossScaleOptimizer)):
-        if not optimizer._dgc_settings.lost:
-            raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
-        if isinstance(optimizer, DistributedOptimizer):
-            optimizer = optimizer.inner_optimizer
+    if isinstance(optimizer, DistributedOptimizer):  # of a model that lacks options
+        optimizer = optimizer.inner_optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if isinstance(optimizer.inner_optimizer, DistributedOptimizer):
-            raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
         distributed = DistributedLossScaleOptimizer(
             optimizer.inner_optimizer,
             settings,
@@ -215,6 +128,10 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
 
     def _hold(self, settings: Settings) -> None:
         """End of the constructors."""
+        if settings.options.passes > 1 and self.inner_optimizer.gradient_accumulation_steps:
+            raise ConfigError(
+                "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
+            )
         self._dgc_settings = settings
         # An instance's method: a class of its own would be saved with the model, and loaded without us.
         self.inner_optimizer.load_own_variables = loaded_with_the_wrapper
@@ -223,15 +140,7 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
 
     def _prepare(self) -> None:
         """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
-        settings = self._dgc_settings
-        if is_alone(settings.process_set) is not False:
-            return
-        steps = self.inner_optimizer.gradient_accumulation_steps
-        if steps and settings.accumulation_steps is None:
-            # Its own accumulation would follow the exchange: every small step would be sent.
-            settings.accumulate(steps)
-            hand_over(self.inner_optimizer)
-        settings.adopt(self.inner_optimizer)
+        self._dgc_settings.adopt(self.inner_optimizer)
 
     def bind(self, variables: Sequence[Variable]) -> None:
         """Attach the compressor to the model before the first step; collective."""
@@ -272,15 +181,8 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
             self.built = True
         return variables
 
-    def _build_inner(self) -> Any:
-        """Around whatever builds the user's optimizer."""
-        self._prepare()
-        if self._dgc_settings.accumulation_steps:
-            return no_accumulators(self.inner_optimizer)
-        return contextlib.nullcontext()
-
     def _count_pass(self) -> int:
-        count_pass(self.inner_optimizer)
+        self.inner_optimizer._iterations.assign_add(1)
         return 0
 
 
@@ -299,8 +201,8 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Make the user's optimizer's variables."""
         if self.built:
             return
-        with self._build_inner():
-            self.inner_optimizer.build(variables)
+        self._prepare()
+        self.inner_optimizer.build(variables)
         super().build(variables)
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
@@ -331,7 +233,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         reduced, verdict = self._dgc_settings.reduce(grads, variables, inner, scale)
         if scale is not None:
             reduced = scaled(reduced, scale)
-        if self._dgc_settings.reducer.options.passes == 1:
+        if self._dgc_settings.options.passes == 1:
             inner.apply(reduced, variables)
         else:
             tf.cond(
@@ -400,8 +302,8 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
     @tracking.no_automatic_dependency_tracking
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the user's optimizer's variables, and those of the loss scale."""
-        with self._build_inner():
-            super().build(variables)
+        self._prepare()
+        super().build(variables)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None) -> None:

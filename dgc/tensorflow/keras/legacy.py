@@ -14,7 +14,7 @@ import tensorflow as tf
 import tf_keras
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import LEGACY_V2, Optimizer, family, momentum_config
+from dgc.tensorflow.adoption import LEGACY_V2, Optimizer, family, momentum_config, without_loss_scale
 from dgc.tensorflow.optimizer import HasSettings, Settings
 from dgc.tensorflow.reduce import Gradient
 from dgc.tensorflow.tensors import ACCUMULATED, Variable
@@ -22,14 +22,11 @@ from dgc.tensorflow.tensors import ACCUMULATED, Variable
 
 def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
     """Make ``optimizer`` distributed, in place."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    is_distributed = isinstance(inner, Distributed)
-    if is_distributed and not inner._dgc_settings.lost:
-        raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
-    if inner is not optimizer and settings.reducer.options.passes > 1:
+    inner = without_loss_scale(optimizer)
+    if inner is not optimizer and settings.options.passes > 1:
         raise ConfigError("backward_passes_per_step > 1 does not work with legacy Keras' LossScaleOptimizer; use 1")
     settings.adopt(inner)
-    if not is_distributed:
+    if not isinstance(inner, Distributed):
         inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
     inner._dgc_settings = settings
     return optimizer
@@ -58,7 +55,7 @@ class Distributed(HasSettings, _Base):
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Variable]], *args: Any, **options: Any) -> Any:
         """Exchange the gradients and apply them; with ``backward_passes_per_step`` only once in so many calls."""
         already = options.get("skip_gradients_aggregation") or not options.get("experimental_aggregate_gradients", True)
-        if already or self._dgc_settings.reducer.options.passes == 1:
+        if already or self._dgc_settings.options.passes == 1:
             return super().apply_gradients(grads_and_vars, *args, **options)  # which calls aggregate_gradients()
         grads_and_vars = list(grads_and_vars)
         skip = "experimental_aggregate_gradients" if family(self) == LEGACY_V2 else "skip_gradients_aggregation"

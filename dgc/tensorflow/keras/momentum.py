@@ -29,7 +29,7 @@ from dgc.adapter.paddle import (
     config_for,
     require_keys,
 )
-from dgc.core.config import require_number
+from dgc.core.config import plain, require_number
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption
@@ -37,12 +37,14 @@ from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.optimizer import Settings
-from dgc.tensorflow.reduce import Gradient, ReduceOptions, Reducer
-from dgc.tensorflow.tensors import Variable, describe, raw_variable, unique_names
+from dgc.tensorflow.reduce import Gradient, ReduceOptions
+from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 from dgc.transport.agreement import agree_or_raise
 
 _PLACE = ("iterations", "learning_rate")
 """What a state holds beside the compressor's."""
+
+_NAME = "dgc_momentum"
 
 _IS_LEGACY = tf.keras.optimizers.SGD.__module__.startswith("tf_keras")
 
@@ -130,50 +132,32 @@ def DGCMomentum(
     return (_MomentumLossScale if mixed else _Momentum)(**arguments)
 
 
-def _settings(arguments: Mapping[str, Any]) -> Settings:
-    """Check the arguments of :func:`DGCMomentum`, without ``lr``, or those of a saved model; build the exchange."""
-    import_horovod(initialized=False)
-    given = dict(arguments)
-    own = {k: _regularizer(v) for k, v in (given.pop("parameter_regularization") or {}).items()}
-    rates = given.pop("parameter_learning_rate", None) or {}
-    process_set, transport, lost = given.pop("process_set", None), given.pop("transport"), given.pop("lost", ())
-    names = given.pop("names", ())
-    named = {f.name: given.pop(f.name) for f in dataclasses.fields(PaddleOptions) if f.name in given}
-    named["regularization"] = _regularizer(named["regularization"])
-    options = PaddleOptions(**named, codecs=given)
-    compressor = MomentumCompressor(options, own, rates, process_set, transport)
-    compressor._names = names
-    reduction = ReduceOptions(process_set=process_set)
-    settings = Settings(compressor, reduction, lost=lost)
-    settings.reducer = MomentumReducer(compressor, reduction)
-    return settings
+class _Settings(Settings):
+    """The arguments of :func:`DGCMomentum`, without ``lr``, or those of a saved model; and their reducer."""
 
+    compression: MomentumCompressor
 
-def _saved_arguments(settings: Settings) -> dict[str, Any]:
-    """The arguments in plain values, without the learning rate and the name."""
-    compressor = settings.compression
-    assert isinstance(compressor, MomentumCompressor)
-    options, lost = compressor.options, list(settings.lost)
-    if settings.process_set is not None:
-        lost.append("process_set")
-    given = compressor.given_options["transport"]
-    if not isinstance(given, str):
-        lost.append("transport")
-    plain = {
-        f.name: list(value) if isinstance(value := getattr(options, f.name), (list, tuple)) else value
-        for f in dataclasses.fields(options)
-        if f.name not in ("learning_rate", "name", "codecs")
-    }
-    return {
-        **plain,
-        "regularization": _plain(options.regularization),
-        "parameter_regularization": {k: _plain(v) for k, v in compressor.parameter_regularization.items()},
-        "parameter_learning_rate": dict(compressor.parameter_learning_rate),
-        "transport": given if isinstance(given, str) else "auto",
-        "names": compressor.variable_names(),
-        "lost": lost,
-        **options.codecs,
-    }
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        import_horovod(initialized=False)
+        self._arguments, given = dict(arguments), dict(arguments)
+        names, lost = given.pop("names", ()), given.pop("lost", ())
+        compressor = MomentumCompressor(**given)
+        compressor._names = names
+        super().__init__(compressor, ReduceOptions(process_set=given["process_set"]), lost=lost)
+
+    def reduce(self, gradients: Any, variables: Any, *others: Any) -> tuple[list[Gradient], tf.Tensor]:
+        """In units of the learning rate: see :meth:`MomentumCompressor.in_units_of_the_rate`."""
+        reduced, verdict = super().reduce(gradients, variables, *others)
+        return self.compression.in_units_of_the_rate(reduced, list(variables)), verdict
+
+    def to_config(self) -> dict[str, Any]:
+        """The arguments in plain values, but for the learning rate and the name."""
+        given = {k: v for k, v in self._arguments.items() if k not in ("learning_rate", "name", "process_set")}
+        lost = [*self.lost, *(["process_set"] if self.process_set is not None else [])]
+        if not isinstance(given["transport"], str):
+            given["transport"] = "auto"
+            lost.append("transport")
+        return {**_plain(given), "names": self.compression.variable_names(), "lost": lost}
 
 
 class PaddleOptimizer(ExchangeMethods):
@@ -182,6 +166,7 @@ class PaddleOptimizer(ExchangeMethods):
     compression: Any
     iterations: Any
     learning_rate: Any
+    name: str
 
     def minimize(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, name: str | None = None) -> None:
         """One whole iteration: compute this rank's gradients, exchange them, update the variables.
@@ -237,7 +222,7 @@ class PaddleOptimizer(ExchangeMethods):
         bare = [{k: v for k, v in s.items() if k not in _PLACE} for s in states]
         self.compression.load_state_dict(bare[0] if isinstance(state, Mapping) else bare, resize)
         if "iterations" in states[0]:
-            self._set_iterations(int(states[0]["iterations"]))
+            self.iterations.assign(int(states[0]["iterations"]))
         if "learning_rate" in states[0] and isinstance(self.compression.options.learning_rate, float):
             self.learning_rate = states[0]["learning_rate"]
 
@@ -248,23 +233,31 @@ class PaddleOptimizer(ExchangeMethods):
     def _exchanges(self) -> Any:
         return self.compression
 
-    def _set_iterations(self, value: int) -> None:
-        raise NotImplementedError
+    def get_config(self) -> dict[str, Any]:
+        """All that :meth:`from_config` needs."""
+        config: dict[str, Any] = super().get_config()  # type: ignore[misc]
+        settings = config.pop("settings")
+        inner = config.pop("inner") if _IS_LEGACY else config.pop("inner_optimizer")["config"]
+        return {**config, "name": self.name, "learning_rate": inner["learning_rate"], **settings}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Build it as it was saved; the compressor begins with an empty state."""
-        config = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
+        config = {"process_set": None, **config}
+        config.pop("is_legacy_optimizer", None)
         if isinstance(config["learning_rate"], dict):
             load = tf.keras.optimizers.schedules.deserialize
             config["learning_rate"] = load(config["learning_rate"], custom_objects=custom_objects)
         return cls(**config)
 
 
-def _plain(regularizer: Regularizer) -> Any:
-    if regularizer is None:
-        return None
-    return {"kind": type(regularizer).__name__, "coefficient": regularizer.regularization_coeff}
+def _plain(value: Any) -> Any:
+    """Regularisers as mappings, and what else Keras could not save as its like."""
+    if isinstance(value, (L1Decay, L2Decay)):
+        return {"kind": type(value).__name__, "coefficient": value.regularization_coeff}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else plain(value)
 
 
 def _regularizer(value: Any) -> Any:
@@ -282,12 +275,10 @@ class FixedMomentum(Adoption):
     def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer], optimizer: Any) -> None:
         self._regularizers = list(regularizers)
         super().__init__(optimizer, options.to_config([]))
-        self.cover(len(self._regularizers))
 
     def cover(self, count: int) -> None:  # noqa: D102
         super().cover(count)
-        if count == len(self._regularizers):
-            self.hyper.weight_decay = [max(coefficients(regularizer)) for regularizer in self._regularizers]
+        self.hyper.weight_decay = [max(coefficients(regularizer)) for regularizer in self._regularizers]
 
     def decayed(self, index: int, variable: Any) -> Any:
         """X in G = clip(g) + c * x, where the core adds weight decay: the variable, or its sign for L1."""
@@ -306,24 +297,25 @@ class MomentumCompressor(DGCCompressor):
 
     def __init__(
         self,
-        options: PaddleOptions,
-        parameter_regularization: Mapping[str, Regularizer] | None = None,
-        parameter_learning_rate: Mapping[str, float] | None = None,
-        process_set: Any = None,
-        transport: Any = "auto",
+        regularization: Any,
+        parameter_regularization: Mapping[str, Any] | None,
+        parameter_learning_rate: Mapping[str, float] | None,
+        process_set: Any,
+        transport: Any,
+        **given: Any,
     ) -> None:
         super().__init__({"process_set": process_set, "transport": transport})
-        self.options = options
-        self.parameter_regularization = dict(parameter_regularization or {})
-        for pattern, regularizer in self.parameter_regularization.items():
+        named = {f.name: given.pop(f.name) for f in dataclasses.fields(PaddleOptions) if f.name in given}
+        self.options = PaddleOptions(**named, regularization=_regularizer(regularization), codecs=given)
+        self.config = self.options.to_config([])
+        self._regularizers = {k: _regularizer(v) for k, v in (parameter_regularization or {}).items()}
+        for pattern, regularizer in self._regularizers.items():
             check_regularizer(regularizer, f"parameter_regularization[{pattern!r}]")
-        self.parameter_learning_rate = dict(parameter_learning_rate or {})
-        for pattern, factor in self.parameter_learning_rate.items():
+        self._rates = dict(parameter_learning_rate or {})
+        for pattern, factor in self._rates.items():
             require_number(f"parameter_learning_rate[{pattern!r}]", factor, low=0.0)
-        self.config = options.to_config([])
-        self._factors: list[float] = []
         if is_alone(process_set) is not None and self.process_set().included():
-            options.check_ranks(self.process_set().size())
+            self.options.check_ranks(self.process_set().size())
 
     def adopt(self, optimizer: Any, process_set: Any = None) -> None:
         """Nothing is adopted: the momentum is this compressor's own argument."""
@@ -343,22 +335,18 @@ class MomentumCompressor(DGCCompressor):
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
         described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
         config = config_for(self.options, described, transport.size)
-        self._factors = [self._factor_of(name) for name in names]
         assert self.adoption is not None
         return Engine(variables, config, transport, self.adoption, 1.0, names=names)
 
     def in_units_of_the_rate(self, results: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
         """Results times their variables' factors of the learning rate, which no momentum contains."""
-        if not self.parameter_learning_rate:
+        if not self._rates:
             return list(results)
-        if self.engine is None:
-            factors = [self._factor_of(name) for name in self.variable_names() or unique_names(list(variables))]
-        else:
-            factors = [self._factors[index] for index in self.engine.indices(variables)]
-        scaled = []
-        for result, factor in zip(results, factors, strict=True):
-            scaled.append(result if result is None or factor == 1.0 else result * tf.cast(factor, result.dtype))
-        return scaled
+        names = self.variable_names() or unique_names(variables)
+        if self.engine is not None:
+            names = [names[index] for index in self.engine.indices(variables)]
+        pairs = zip(results, map(self._factor_of, names), strict=True)
+        return [r if r is None or factor == 1.0 else r * tf.cast(factor, r.dtype) for r, factor in pairs]
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
         with as_state_error():
@@ -372,25 +360,11 @@ class MomentumCompressor(DGCCompressor):
             return super()._own(states, resize)
 
     def _factor_of(self, name: str) -> float:
-        return next((f for p, f in self.parameter_learning_rate.items() if fnmatchcase(name, p)), 1.0)
+        return next((factor for pattern, factor in self._rates.items() if fnmatchcase(name, pattern)), 1.0)
 
     def _regularizer_of(self, name: str) -> Regularizer:
-        for pattern, regularizer in self.parameter_regularization.items():
-            if fnmatchcase(name, pattern):
-                return regularizer
-        return self.options.regularization
-
-
-class MomentumReducer(Reducer):
-    """Feeds a :class:`MomentumCompressor`."""
-
-    compression: MomentumCompressor
-
-    def _exchange(
-        self, gradients: list[Gradient], variables: list[Variable], optimizer: Any, generic_names: bool
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        reduced, verdict = super()._exchange(gradients, variables, optimizer, generic_names)
-        return self.compression.in_units_of_the_rate(reduced, variables), verdict
+        matching = (own for pattern, own in self._regularizers.items() if fnmatchcase(name, pattern))
+        return next(matching, self.options.regularization)
 
 
 if _IS_LEGACY:
@@ -403,19 +377,10 @@ if _IS_LEGACY:
         """Legacy Keras' own LossScaleOptimizer around it has the gradients exchanged before it decides."""
 
         def __init__(self, **arguments: Any) -> None:
-            settings = _settings(arguments)
-            paddle = settings.compression.options  # type: ignore[union-attr]
-            tf_keras.optimizers.SGD.__init__(self, paddle.learning_rate, name=paddle.name or "dgc_momentum")
+            settings = _Settings(arguments)
+            options = settings.compression.options
+            tf_keras.optimizers.SGD.__init__(self, options.learning_rate, name=options.name or _NAME)
             self._dgc_settings = settings
-
-        def _set_iterations(self, value: int) -> None:
-            self.iterations.assign(value)
-
-        def get_config(self) -> dict[str, Any]:
-            """All that :meth:`from_config` needs."""
-            rate = tf_keras.optimizers.SGD.get_config(self)["learning_rate"]
-            own = {"learning_rate": rate, "name": self.name, "is_legacy_optimizer": False}
-            return {**own, **_saved_arguments(self._dgc_settings)}
 
 else:
     import keras
@@ -425,25 +390,11 @@ else:
     class _OverSGD(PaddleOptimizer):
         """The common part of both classes for Keras 3."""
 
-        inner_optimizer: Any
-        _dgc_settings: Any
-        name: str
-
         def __init__(self, arguments: dict[str, Any], **others: Any) -> None:
-            settings = _settings(arguments)
-            options = settings.compression.options  # type: ignore[union-attr]
-            name = options.name or "dgc_momentum"
-            super().__init__(keras.optimizers.SGD(options.learning_rate), settings, name=name, **others)  # type: ignore[call-arg]
-
-        def _set_iterations(self, value: int) -> None:
-            self.inner_optimizer._iterations.assign(value)
-            if isinstance(self, DistributedOptimizer):
-                self._iterations.assign(value)
-
-        def get_config(self) -> dict[str, Any]:
-            """All that :meth:`from_config` needs."""
-            inner = self.inner_optimizer.get_config()
-            return {"learning_rate": inner["learning_rate"], "name": self.name, **_saved_arguments(self._dgc_settings)}
+            settings = _Settings(arguments)
+            options = settings.compression.options
+            inner: Any = keras.optimizers.SGD(options.learning_rate)
+            super().__init__(inner, settings, name=options.name or _NAME, **others)  # type: ignore[call-arg]
 
     @keras.saving.register_keras_serializable(package="dgc", name="DGCMomentum")
     class _Momentum(_OverSGD, DistributedOptimizer):  # type: ignore[no-redef]
@@ -456,8 +407,3 @@ else:
 
         def __init__(self, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000, **arguments: Any) -> None:
             super().__init__(arguments, initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps)
-
-        def get_config(self) -> dict[str, Any]:
-            """All that :meth:`from_config` needs."""
-            scale = {"initial_scale": self.initial_scale, "dynamic_growth_steps": self.dynamic_growth_steps}
-            return {**super().get_config(), **scale}

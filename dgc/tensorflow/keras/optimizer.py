@@ -48,6 +48,9 @@ def DistributedOptimizer(
     kind = family(optimizer)
     if kind not in (KERAS3, LEGACY, LEGACY_V2):
         raise ConfigError(f"{brief(optimizer)} is no Keras optimizer")
+    ours = distributed_in(optimizer)
+    if ours is not None and not ours._dgc_settings.lost:
+        raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
     if kind == KERAS3:
         from dgc.tensorflow.keras.keras3 import wrap
     else:

@@ -45,18 +45,6 @@ def momentum_twice():
 
 
 @case
-def momentum_that_comes_back_is_adopted_again_in_eager_mode():
-    model = m.make_model()
-    inner = keras.optimizers.SGD(0.1, momentum=0.9)
-    compression = dgc.Compression.dgc(optimizer=inner)
-    m.tape_step(model, compression)
-    inner.momentum = 0.5
-    m.tape_step(model, compression)
-    assert compression.adoption.momentum == 0.5
-    assert inner.momentum == 0
-
-
-@case
 def a_tape_without_an_optimizer():
     m.assert_raises(lambda: m.tape_step(m.make_model(), dgc.Compression.dgc()), "Compression.dgc(optimizer=optimizer)")
 
@@ -73,10 +61,6 @@ def a_second_compressor_for_an_optimizer_whose_momentum_is_taken():
 @case
 def what_a_tape_cannot_take_over():
     model = m.make_model()
-    if not m.LEGACY:
-        inner = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
-        compression = dgc.Compression.dgc(optimizer=inner)
-        m.assert_raises(lambda: m.tape_step(model, compression), "accumulates gradients")
     scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     compression = dgc.Compression.dgc(optimizer=scaled)
     m.assert_raises(lambda: m.tape_step(model, compression), "loss_scale=optimizer")
@@ -185,13 +169,11 @@ def what_is_no_compressor():
 @case
 def a_compressor_in_the_place_of_another_argument():
     compression = dgc.Compression.dgc(momentum=0.0)
-    for make in (dgc.DistributedOptimizer, dgck.DistributedOptimizer):
-        m.assert_raises(lambda: make(keras.optimizers.SGD(0.1), compression), "name is", "compression=...")  # noqa: B023
+    m.assert_raises(lambda: dgc.DistributedOptimizer(keras.optimizers.SGD(0.1), compression), "name is", "compression=")
     m.assert_raises(lambda: dgc.DistributedGradientTape(tf.GradientTape(), compression), "compression=...")
     m.assert_raises(lambda: dgc.Compression.dgc(0.99), "the variables are 0.99", "sparsity=0.999")
     for wrong in ("sgd", tf.compat.v1.train.GradientDescentOptimizer(0.1)):
-        for make in (dgc.DistributedOptimizer, dgck.DistributedOptimizer):
-            m.assert_raises(lambda: make(wrong), "is no Keras optimizer")  # noqa: B023
+        m.assert_raises(lambda: dgck.DistributedOptimizer(wrong), "is no Keras optimizer")  # noqa: B023
 
 
 @case
@@ -239,10 +221,6 @@ def a_state_that_only_one_rank_can_load():
     state = compression.state_dict()
     damaged = {**state, "size": 4} if hvd.rank() else state
     m.assert_raises(lambda: compression.load_state_dict(damaged), "resize=True")
-    later = dgc.Compression.dgc(momentum=0.0)
-    if hvd.rank():
-        later.load_state_dict(state)
-    m.assert_raises(lambda: m.tape_step(model, later), "'step' is", "on every rank or on none")
 
 
 @case
@@ -317,15 +295,12 @@ def ops_that_do_not_fit():
 def no_backward_passes():
     for passes in (0, "2", True):
         for compression in (None, dgc.Compression.fp16, dgc.Compression.dgc()):
-            for wrapper, inner in (
-                (dgc.DistributedOptimizer, keras.optimizers.SGD(0.1, momentum=0.9)),
-                (dgck.DistributedOptimizer, keras.optimizers.SGD(0.1, momentum=0.9)),
-            ):
-                m.assert_raises(
-                    lambda w=wrapper, i=inner, c=compression, p=passes: w(i, compression=c, backward_passes_per_step=p),
-                    f"backward_passes_per_step is {passes!r}",
-                    kinds=(dgc.ConfigError,),
-                )
+            arguments = {"compression": compression, "backward_passes_per_step": passes}
+            m.assert_raises(
+                lambda: dgck.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), **arguments),  # noqa: B023
+                f"backward_passes_per_step is {passes!r}",
+                kinds=(dgc.ConfigError,),
+            )
 
 
 @case

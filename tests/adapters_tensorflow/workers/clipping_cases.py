@@ -85,7 +85,7 @@ def thresholds_of_any_type_count():
         inner.clipnorm = value
         m.assert_raises(
             lambda: dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(momentum=0.9)),  # noqa: B023
-            "would clip the velocity",
+            "would act on the velocity",
             kinds=(ConfigError,),
         )
     inner = keras.optimizers.SGD(0.1)
@@ -94,52 +94,6 @@ def thresholds_of_any_type_count():
 
 
 # -- a user's own optimizer ------------------------------------------------------------------------------------------
-
-
-class Counting(keras.optimizers.SGD):
-    """An SGD with variables of its own, made with initial values that are not zeros."""
-
-    def build(self, variables):
-        if getattr(self, "own", None):
-            return
-        super().build(variables)
-        if m.LEGACY:
-            self.own = [
-                self.add_variable_from_reference(
-                    model_variable=v, variable_name="own", initial_value=tf.fill(v.shape, 2.0)
-                )
-                for v in variables
-            ]
-        else:
-            ones = keras.initializers.Constant(2.0)
-            self.own = [self.add_variable_from_reference(v, name="own", initializer=ones) for v in variables]
-
-    def update_step(self, gradient, variable, *rate):
-        if m.LEGACY:
-            own = self.own[self._index_dict[self._var_key(variable)]]
-        else:
-            own = self.own[self._get_variable_index(variable)]
-        super().update_step(gradient * tf.convert_to_tensor(own), variable, *rate)
-
-
-@case
-def variables_that_an_optimizer_makes_with_initial_values_are_left_alone():
-    found = []
-    for dense in (True, False):
-        for graph in (True, False):
-            inner, model = Counting(0.001, momentum=0.9), m.make_model()
-            compression = None if dense else dgc.Compression.dgc(**m.SPARSITY_0)
-            model.compile(
-                optimizer=dgck.DistributedOptimizer(inner, compression=compression),
-                loss=m.loss_function,
-                run_eagerly=not graph,
-            )
-            m.fit(model, 4)
-            np.testing.assert_allclose(np.asarray(m.raw(inner.own)[0]), 2.0)
-            assert len(inner.own) == len(model.trainable_variables)
-            found.append(m.values(model))
-    for other in found[1:]:
-        m.assert_close(other, found[0], 1e-5)
 
 
 if __name__ == "__main__":

@@ -71,15 +71,5 @@ def frameworks_agree_on_options_too():
         both_agree(name, {"min_numel": 64, **options}, STEPS)
 
 
-@case
-def a_saved_model_remembers_its_compressor():
-    from dgc.tensorflow.optimizer import Settings
-
-    settings = Settings(dgc.Compression.qsgd(bits=8))
-    again = Settings.from_config(settings.to_config())
-    assert again.compression.config == settings.compression.config
-    assert again.compression.config.algorithm == "qsgd"
-
-
 if __name__ == "__main__":
     run_cases()

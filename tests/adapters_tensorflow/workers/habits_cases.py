@@ -94,25 +94,6 @@ def clipping_without_momentum_in_the_optimizer_says_nothing():
     m.fit(model, 3)
 
 
-class Normalised(keras.optimizers.SGD):
-    """Gives every gradient the norm 1 before the update, much as LARS does."""
-
-    def update_step(self, gradient, variable, *rate):
-        super().update_step(gradient / (tf.norm(gradient) + 1e-9), variable, *rate)
-
-
-@case
-def an_update_of_the_users_own_keeps_its_momentum():
-    dense = m.values(fitted(Normalised(0.02, momentum=0.9)))
-    for graph in (False, True):
-        with m.warned(LEFT) as said:
-            optimizer, compression = Normalised(0.02, momentum=0.9), dgc.Compression.dgc(**m.SPARSITY_0)
-            m.assert_close(m.values(fitted(optimizer, compression, graph=graph)), dense, 1e-5)
-        assert compression.stats.steps == STEPS
-        assert len(said) == (hvd.rank() == 0), said
-        assert all("Normalised.update_step()" in text and "pass momentum= to the compressor" in text for text in said)
-
-
 def normed(gradients):
     return [g / (tf.norm(g) + 1e-9) for g in gradients]
 
@@ -138,6 +119,10 @@ def compiled_first_argument(method):
     return tf.function(lambda self, gradient, *more: method(self, normed([gradient])[0], *more), autograph=False)
 
 
+Normalised = subclass("update_step", first_argument)
+"""Gives every gradient the norm 1 before the update, much as LARS does."""
+
+
 def on_the_instance(**options):
     optimizer = keras.optimizers.SGD(0.02, **options)
     plain = optimizer.update_step
@@ -149,7 +134,11 @@ def made(cls):
     return lambda **options: cls(0.02, **options)
 
 
-OWN = {"an instance's": on_the_instance, "clipping": made(subclass("_clip_gradients", first_argument))}
+OWN = {
+    "update_step()": made(Normalised),
+    "an instance's": on_the_instance,
+    "clipping": made(subclass("_clip_gradients", first_argument)),
+}
 if m.LEGACY:
     old = keras.optimizers.legacy.SGD
     OWN |= {
@@ -177,9 +166,11 @@ def whatever_of_the_users_own_changes_gradients_sees_gradients():
         dense = m.values(fitted(make(momentum=0.9)))
         assert any(abs(a - b).max() > 1e-2 for a, b in zip(dense, plain, strict=True)), f"{name}: nothing is changed"
         with m.warned(LEFT) as said:
-            found = m.values(fitted(make(momentum=0.9), dgc.Compression.dgc(**m.SPARSITY_0)))
+            graph = name == "update_step()"
+            found = m.values(fitted(make(momentum=0.9), dgc.Compression.dgc(**m.SPARSITY_0), graph=graph))
         m.assert_close(found, dense, 1e-5)
         assert len(said) == (hvd.rank() == 0), (name, said)
+        assert all("pass momentum= to the compressor" in text and (not graph or name in text) for text in said)
 
 
 @case
@@ -223,16 +214,11 @@ def a_momentum_assigned_later_stays_with_an_update_of_the_users_own():
 
 @case
 def clipping_of_a_velocity_is_refused():
-    for optimizer in (keras.optimizers.SGD(0.05, clipnorm=1.0), keras.optimizers.Adam(0.05, clipvalue=1.0)):
-        m.assert_raises(
-            lambda: compiled(optimizer, dgc.Compression.dgc(momentum=0.9)),  # noqa: B023
-            "would clip the velocity",
-            "local_grad_clip_norm",
-        )
+    """One that the compressor has adopted; that of a momentum of its own is in clipping_cases.py."""
     inner = keras.optimizers.SGD(0.05, momentum=0.9)
     model = fitted(inner, dgc.Compression.dgc(**m.SPARSE), steps=2)
     inner.clipnorm = 0.5
-    m.assert_raises(lambda: m.fit(model, 2), "clipnorm=0.5", "would clip the velocity")
+    m.assert_raises(lambda: m.fit(model, 2), "clipnorm=0.5", "would act on the velocity")
 
 
 # -- Keras' own gradient accumulation --------------------------------------------------------------------------------
@@ -241,10 +227,6 @@ ACCUMULATING = {
     "sgd": lambda **o: keras.optimizers.SGD(schedule(), momentum=0.9, **o),
     "clipped": lambda **o: keras.optimizers.SGD(schedule(), momentum=0.9, clipnorm=0.05, **o),
     "adam": lambda **o: keras.optimizers.Adam(schedule(), **o),
-    "adamw": lambda **o: keras.optimizers.AdamW(0.01, weight_decay=0.01, **o),
-    "adamax": lambda **o: keras.optimizers.Adamax(0.01, **o),
-    "nadam": lambda **o: keras.optimizers.Nadam(0.01, **o),
-    "average": lambda **o: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.8, **o),
     "overwriting": lambda **o: keras.optimizers.Adam(
         0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3, **o
     ),
@@ -259,43 +241,12 @@ def accumulating_optimizers_equal_plain_keras():
         compression = dgc.Compression.dgc(**m.SPARSITY_0)
         own = make(gradient_accumulation_steps=3)
         model = fitted(own, compression, steps=12, rank=0, graph=name == "overwriting")
-        try:
-            m.assert_close(m.values(model), m.values(plain), 1e-5)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-        assert compression.stats.steps == 4
+        m.assert_close(m.values(model), m.values(plain), 1e-5)
+        assert compression.stats.steps == 12
         assert int(model.optimizer.iterations) == int(plain.optimizer.iterations) == 4
-        assert model.optimizer.get_config()["inner_optimizer"]["config"]["gradient_accumulation_steps"] == 3
-        sums = [v.path for v in model.optimizer.variables if "accumulator" in v.path]
-        assert not sums, sums
-
-
-@case("keras3")
-def accumulating_replicas_stay_alike():
-    for make in (ACCUMULATING["nadam"], ACCUMULATING["overwriting"]):
-        compression = dgc.Compression.dgc(**m.SPARSE)
-        model = fitted(make(gradient_accumulation_steps=2), compression, steps=10, graph=True)
-        m.assert_replicas(m.values(model))
-        assert compression.stats.steps == 5
-
-
-@case("keras3")
-def a_constraint_holds_after_every_pass():
-
-    def trained(inner, **arguments):
-        keras.utils.set_random_seed(1)
-        layer = keras.layers.Dense(3, kernel_constraint=keras.constraints.UnitNorm())
-        model = keras.Sequential([layer])
-        model.build((None, 20))
-        optimizer = dgck.DistributedOptimizer(inner, **arguments) if arguments else inner
-        model.compile(optimizer=optimizer, loss=m.loss_function)
-        m.fit(model, 10, rank=0)
-        return m.values(model)
-
-    make = ACCUMULATING["overwriting"]
-    plain = trained(make(gradient_accumulation_steps=2))
-    ours = trained(make(gradient_accumulation_steps=2), compression=dgc.Compression.dgc(**m.SPARSITY_0))
-    m.assert_close(ours, plain, 1e-5)
+    m.assert_replicas(m.values(model))
+    both = dict(compression=dgc.Compression.dgc(), backward_passes_per_step=2)
+    m.assert_raises(lambda: dgck.DistributedOptimizer(make(gradient_accumulation_steps=2), **both), "choose one")
 
 
 # -- one step, two exchanges -----------------------------------------------------------------------------------------

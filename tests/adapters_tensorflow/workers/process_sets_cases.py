@@ -69,19 +69,6 @@ def only_the_members_of_a_process_set_exchange():
 
 
 @case
-def fit_within_a_process_set():
-    members, alone = sets()
-    own = alone if hvd.rank() == 1 else members
-    for place in ("wrapper", "compressor"):
-        model, compression = compiled(own, place)
-        m.fit(model, 6, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
-        assert compression.stats.steps == (0 if hvd.rank() == 1 else 6)
-        if hvd.rank() != 1:
-            assert_alike(model, members, f"fitted {place}")
-    hvd.allreduce(tf.zeros(1), name="barrier")
-
-
-@case
 def a_rank_outside_fits_again_with_the_members_wrapper():
     """One script for all ranks, which names the members' process set on the rank outside, too."""
     members, _ = sets()

@@ -1,5 +1,6 @@
 """Optimizers that were saved by one process, by several or by a dense run, in the hands of another kind of job."""
 
+import dataclasses
 import tempfile
 import warnings
 
@@ -39,7 +40,8 @@ def fit(model, steps=STEPS, first=0):
 
 def saved_by_one_process(**options):
     model = fit(distributed(m.alone(), **options))
-    model.optimizer._dgc_settings.process_set = None  # what a job of one process would save
+    settings = model.optimizer._dgc_settings
+    settings.options = dataclasses.replace(settings.options, process_set=None)  # what a job of one process would save
     return m.reloaded(model, load_silently)
 
 
@@ -117,14 +119,8 @@ def no_update_is_left_in_slots_behind_a_tape():
 
 @case
 def a_model_of_one_process_goes_on_on_several():
-    kinds = [{}] if m.LEGACY else [{}, {"use_ema": True}, {"gradient_accumulation_steps": 2}]
-    for options in kinds:
-        reference, loaded = fit(dense(**options)), saved_by_one_process(**options)
-        if options.get("gradient_accumulation_steps"):
-            fit(reference, MORE, STEPS), fit(loaded, MORE, STEPS)
-            m.assert_close(m.values(loaded), m.values(reference), 1e-5)
-            continue
-        assert_goes_on_as(reference, loaded)
+    for options in [{}] if m.LEGACY else [{}, {"use_ema": True}]:
+        assert_goes_on_as(fit(dense(**options)), saved_by_one_process(**options))
 
 
 def dense_wrapper(**arguments):
@@ -148,19 +144,6 @@ def a_dense_wrapper_goes_on_with_its_op():
     loaded = m.reloaded(fit(model))
     fit(loaded, MORE, STEPS), fit(model, MORE, STEPS)
     m.assert_close(m.values(loaded), m.values(model), 1e-5)
-
-
-@case("keras3")
-def a_model_of_several_goes_on_in_one_process():
-    with Folder() as folder:
-        fit(distributed()).save_weights(f"{folder}/model.weights.h5")
-        other = distributed(m.alone())
-        other.optimizer.build(other.trainable_variables)
-        other.load_weights(f"{folder}/model.weights.h5")
-    assert int(other.optimizer.iterations) == STEPS
-    assert_no_trace(other.optimizer, other, wanted=True)
-    fit(other, MORE, STEPS)
-    assert int(other.optimizer.iterations) == STEPS + MORE
 
 
 @case

@@ -32,34 +32,6 @@ def op_sum_adds_the_ranks():
 
 
 @case
-def sparse_gradients_as_dense_ones():
-    def run(momentum, compression_options):
-        m.keras.utils.set_random_seed(3)
-        table = tf.Variable(tf.random.normal([50, 8]), name="table")
-        weight = tf.Variable(tf.random.normal([8, 300]) * 0.1, name="weight")
-        inner = m.keras.optimizers.SGD(0.1, momentum=momentum)
-        compression = None
-        if compression_options is not None:
-            compression = dgc.Compression.dgc(optimizer=inner, **compression_options)
-        for step in range(5):
-            ids = tf.constant(np.random.default_rng([step, hvd.rank()]).integers(0, 50, 16))
-
-            def loss(ids=ids):
-                return tf.reduce_mean(tf.tanh(tf.gather(table, ids) @ weight) ** 2)
-
-            library = hvd if compression is None else dgc
-            gradients = m.reduced(loss, [table, weight], compression, library, sparse_as_dense=True)
-            inner.apply_gradients(zip(gradients, [table, weight], strict=True))
-        return [table.numpy(), weight.numpy()]
-
-    for momentum in (0.0, 0.9):
-        dense = run(momentum, None)
-        found = run(momentum, m.SPARSITY_0)
-        m.assert_close(found, dense, 1e-5)
-        m.assert_replicas(found)
-
-
-@case
 def float16_bfloat16_and_float64_variables():
     for dtype, tolerance in (("float16", 2e-3), ("bfloat16", 2e-2), ("float64", 1e-12)):
         for graph in (False, True):

@@ -8,7 +8,6 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-from dgc.core.compressors import compressor_names
 from dgc.errors import ConfigError, DGCError
 
 keras = m.keras
@@ -98,13 +97,6 @@ def a_dense_wrapper_adds_up_passes():
         assert int(model.optimizer.iterations) == 10
 
 
-@case("keras3")
-def a_dense_wrapper_takes_keras_accumulation():
-    model = m.compiled(keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2))
-    m.fit(model, 10, rank=0)
-    m.assert_close(m.values(model), large_batches(), 1e-5)
-
-
 @case
 def a_dense_wrapper_takes_bfloat16_and_a_predivide_factor():
     v = tf.Variable(tf.zeros([4], tf.bfloat16))
@@ -116,14 +108,11 @@ def a_dense_wrapper_takes_bfloat16_and_a_predivide_factor():
         optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), gradient_predivide_factor=factor)
         optimizer.apply_gradients([(tf.fill([4], hvd.rank() + 1.0), w)])
         np.testing.assert_allclose(np.asarray(w), -np.mean(np.arange(hvd.size()) + 1.0), rtol=1e-6)
-    for compression in (None, dgc.Compression.dgc()):
-        m.assert_raises(
-            lambda c=compression: dgck.DistributedOptimizer(
-                keras.optimizers.SGD(1.0), compression=c, gradient_predivide_factor=0.0
-            ),
-            "gradient_predivide_factor",
-            kinds=(ConfigError,),
-        )
+    m.assert_raises(
+        lambda: dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), gradient_predivide_factor=0.0),
+        "gradient_predivide_factor",
+        kinds=(ConfigError,),
+    )
 
 
 # -- loading -------------------------------------------------------------------------------------------------------
@@ -240,22 +229,6 @@ def a_strategy_of_tensorflow():
         "one process for each device",
         kinds=(DGCError,),
     )
-
-
-@case
-def every_compressor_describes_itself():
-    for name in compressor_names():
-        v = tf.Variable(tf.zeros([64, 64]))
-        compression = getattr(dgc.Compression, name)()
-        optimizer = dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
-        assert compression.describe() == {}
-        optimizer.bind([v]) if hasattr(optimizer, "bind") else None
-        before = compression.describe()
-        optimizer.apply_gradients([(tf.ones([64, 64]), v)])
-        after = compression.describe()
-        assert set(before) == set(after), name
-        assert (before["step"], after["step"]) == (0, 1), name
-        compression.close()
 
 
 if __name__ == "__main__":
