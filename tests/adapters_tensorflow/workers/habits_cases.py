@@ -119,8 +119,11 @@ def compiled_first_argument(method):
     return tf.function(lambda self, gradient, *more: method(self, normed([gradient])[0], *more), autograph=False)
 
 
-Normalised = subclass("update_step", first_argument)
-"""Gives every gradient the norm 1 before the update, much as LARS does."""
+class Normalised(keras.optimizers.SGD):
+    """Gives every gradient the norm 1 before the update, much as LARS does."""
+
+    def update_step(self, gradient, variable, *rate):
+        super().update_step(normed([gradient])[0], variable, *rate)
 
 
 def on_the_instance(**options):
