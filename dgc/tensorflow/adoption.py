@@ -1,4 +1,4 @@
-"""Taking momentum and Nesterov out of an SGD optimizer into the compressor, so that nothing is applied twice.
+"""Taking momentum and Nesterov of SGD, and Adam's first moment, over into the compressor: nothing is applied twice.
 
 Keras' velocity contains the learning rate: ``m <- mu*m - lr*g``. With ``u = -m/lr`` this is the core's
 ``u <- mu*u + g`` as long as lr stays; when lr changes, u must be multiplied by lr_old/lr_new. Keras' ``weight_decay``
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -20,13 +21,16 @@ from dgc.adapter.compression import warn_of_first_moment
 from dgc.core.compressors import leaves_zeros
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Hyper
+from dgc.core.moment import running_mean
 from dgc.errors import ConfigError
-from dgc.tensorflow.first_moment import KIN, FirstMoment
 from dgc.tensorflow.tensors import Variable, raw_variable
 
 Optimizer: TypeAlias = "tf.keras.optimizers.Optimizer"
 
 KERAS3, LEGACY, LEGACY_V2 = "keras", "tf_keras", "tf_keras.legacy"
+
+KIN = ("Adam", "AdamW", "Nadam", "Adamax")
+"""Classes of Keras 3 whose first moment is a running mean of gradients."""
 
 
 class Taken(float):
@@ -234,14 +238,95 @@ def momentum_slot(optimizer: Optimizer, variable: Variable) -> Any:
         return optimizer.get_slot(raw, "momentum") if "momentum" in optimizer.get_slot_names() else None
     slots = getattr(optimizer, "momentums", None) or []
     if kind == KERAS3:
-        known = {id(raw_variable(v)): m for v, m in zip(optimizer._trainable_variables, slots, strict=False)}
-        slot = known.get(id(raw))
-        return None if slot is None else raw_variable(slot)
+        return _slot_of(optimizer, slots, raw)
     place = getattr(optimizer, "_index_dict", {}).get(optimizer._var_key(raw)) if slots else None
     return None if place is None else slots[place]
 
 
-Absorb = Callable[[int, np.ndarray, float], None]
+def _slot_of(optimizer: Optimizer, slots: Sequence[Any], variable: Variable) -> Any:
+    """Among the slots of an optimizer of Keras 3, that of a variable; None if there is none."""
+    known = {id(raw_variable(v)): slot for v, slot in zip(optimizer._trainable_variables, slots, strict=False)}
+    return raw_variable(known.get(id(raw_variable(variable))))
+
+
+Absorb = Callable[[int, np.ndarray, "float | None"], None]
+"""Takes u of a variable: (place in the group, (numel,) values, the learning rate that they are in units of)."""
+
+
+class FirstMoment:
+    """The first moment of Keras 3's Adam and its kin, which is the compressor's from the first selection of entries on.
+
+    Until then every step is Adam's own. A traced step reads ``beta_1`` from a variable that stands in the optimizer's
+    attribute, and which the exchange sets to 0 before the update of the first step in which entries are selected. What
+    u is from then on: see :mod:`dgc.core.moment`.
+
+    Attributes:
+        beta1: the user's.
+        is_taken: whether the compressor has the moment in this step.
+        earlier_steps: that the optimizer had made before the compressor's first one; None before that.
+    """
+
+    def __init__(self, optimizer: Any, nesterov: bool) -> None:
+        """Put a variable in the place of the optimizer's beta_1, which holds the same."""
+        self._optimizer, self._nesterov = optimizer, nesterov
+        self.is_taken, self.beta1 = False, float(optimizer.beta_1)
+        with tf.init_scope():
+            self._variable = tf.Variable(self.beta1, trainable=False, dtype=tf.float32, name="dgc_beta_1")
+        self.earlier_steps: int | None = None
+        self.follow()
+
+    def follow(self) -> None:
+        """Follow a beta_1 that was assigned since the last step."""
+        attributes = vars(self._optimizer)  # Keras would save the variable with the model
+        if attributes["beta_1"] is not self._variable:
+            self.beta1 = float(attributes["beta_1"])
+            attributes["beta_1"] = self._variable
+
+    def give_back(self) -> None:
+        """Let the optimizer have its beta_1, and its first moment, for good."""
+        vars(self._optimizer)["beta_1"] = self.beta1
+
+    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's ``get_config()`` with the user's beta_1."""
+        return {**config, "beta_1": self.beta1} if config.get("beta_1") is self._variable else config
+
+    def begin(self, hyper: Hyper, steps: int, *, selects: bool) -> None:
+        """Set the options of all variables for a step.
+
+        ``steps`` is the number that the compressor has made; ``selects`` says whether this one selects entries.
+        """
+        self.is_taken, count = selects and self.beta1 > 0, len(hyper.momentum)
+        t = 1 + steps + (self.earlier_steps or 0)
+        momentum, gain = running_mean(self.beta1, t) if self.is_taken else (0.0, 1.0)
+        hyper.momentum[:], hyper.gain[:] = [momentum] * count, [gain] * count
+        hyper.nesterov[:] = [self._nesterov] * count
+
+    def absorb(self, variables: Sequence[Variable], steps: int, absorb: Absorb) -> None:
+        """Make the moments of ``steps`` dense steps u, bias corrected, in the first one that selects entries."""
+        made = steps + (self.earlier_steps or 0)
+        slots = getattr(self._optimizer, "_momentums", getattr(self._optimizer, "_m", None))
+        if not (self.is_taken and made and slots):
+            return
+        for place, variable in enumerate(variables):
+            slot = _slot_of(self._optimizer, slots, variable)
+            values = None if slot is None else np.asarray(slot)
+            if values is not None and values.any():
+                absorb(place, values.reshape(-1) / values.dtype.type(1.0 - self.beta1**made), None)
+
+    def assign(self, verdict: tf.Tensor) -> None:
+        """Let the optimizer see its beta_1, now or in the graph being built, after the exchange with this verdict."""
+        value = functools.partial(_value, weakref.ref(self))  # what a graph calls is never dropped
+        if tf.executing_eagerly():
+            self._variable.assign(value())
+            return
+        beta1 = tf.numpy_function(value, [verdict], tf.float32, name="dgc_beta_1")
+        beta1.set_shape(())
+        self._variable.assign(beta1)
+
+
+def _value(reference: weakref.ref[FirstMoment], *_: object) -> np.float32:
+    moment = reference()
+    return np.float32(0.0 if moment is None or moment.is_taken else moment.beta1)
 
 
 class Adoption:

@@ -181,7 +181,9 @@ class Group:
     def release(self) -> None:
         """Give back the memory of a group that is closed."""
         self._pool = ResultPool([], [])
-        self.exchange.state.buckets.clear()
+        for bucket in self.exchange.state.buckets:
+            bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
+            bucket.error = bucket.error[:0].copy()
 
     def _require_all_ended(self) -> None:
         """Raise on all ranks where a callback has ended ``fit()`` on some of them."""
@@ -194,14 +196,14 @@ class Group:
 
     def _count_run(self) -> None:
         """Compare the replicas before the second run: Keras broadcasts an unbuilt model after its first step."""
-        self._runs += 1
-        if self._runs == 2:
+        if self._runs == 1:
             require_replicas(
                 self.exchange.transport.whole,
                 {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
                 "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add dgc.callbacks."
                 "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
             )
+        self._runs += 1
 
     def follow(self, learning_rate: float) -> None:
         """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""
@@ -384,7 +386,7 @@ class Engine(EngineBase):
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.taken
-        group = self._group_of.get(indices[0]) or self.group(indices)
+        group = self._group_of[indices[0]]
         self.follow_moment(group)
         made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
         if self.observers:

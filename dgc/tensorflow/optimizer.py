@@ -161,6 +161,10 @@ class HasSettings:
         """The ranks that exchange; None for all."""
         return self._dgc_settings.process_set
 
+    def bind(self, variables: Sequence[Variable]) -> None:
+        """Attach the compressor to the model before the first step; collective."""
+        self._dgc_settings.bind(variables, without_loss_scale(self))
+
 
 def distributed_in(optimizer: Optimizer) -> Any:
     """The distributed optimizer of ours that this is or that a LossScaleOptimizer holds; None if there is none.

@@ -142,11 +142,6 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
         self._dgc_settings.adopt(self.inner_optimizer)
 
-    def bind(self, variables: Sequence[Variable]) -> None:
-        """Attach the compressor to the model before the first step; collective."""
-        self._prepare()
-        self._dgc_settings.bind(variables, self.inner_optimizer)
-
     @property
     def iterations(self) -> Any:
         """Steps that the user's optimizer has made."""

@@ -7,7 +7,7 @@ included, so that is where they are exchanged.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -37,10 +37,6 @@ _Base: Any = object
 
 class Distributed(HasSettings, _Base):
     """Mixed into the class of the user's optimizer."""
-
-    def bind(self, variables: Sequence[Variable]) -> None:
-        """Attach the compressor to the model before the first step; collective."""
-        self._dgc_settings.bind(variables, self)
 
     @tf.autograph.experimental.do_not_convert
     def aggregate_gradients(

@@ -17,7 +17,6 @@ from dgc.adapter.engine import is_empty
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
-    ArgumentError,
     ExchangeMethods,
     L1Decay,
     L2Decay,
@@ -261,12 +260,10 @@ def _plain(value: Any) -> Any:
 
 
 def _regularizer(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
+    """The regulariser that a mapping of a saved model describes; anything else as it is."""
     kinds = {"L1Decay": L1Decay, "L2Decay": L2Decay}
-    if value.get("kind") not in kinds:
-        raise ArgumentError(f"a regulariser is {dict(value)!r}; allowed: None, L1Decay(c) or L2Decay(c)")
-    return kinds[value["kind"]](value["coefficient"])
+    known = isinstance(value, Mapping) and value.get("kind") in kinds
+    return kinds[value["kind"]](value["coefficient"]) if known else value
 
 
 class FixedMomentum(Adoption):
