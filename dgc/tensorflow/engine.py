@@ -280,23 +280,29 @@ class Engine(EngineBase):
             self.fail(foreign_variable(foreign))
         return [self._index[id(raw_variable(v))] for v in variables]
 
-    def begin(self, variables: Sequence[Variable], gradients: Sequence[Any]) -> list[int]:
+    def begin(
+        self, variables: Sequence[Variable], gradients: Sequence[Any], *, converts: bool = True
+    ) -> tuple[list[int], list[Any]]:
         """Begin a step or its graph: follow the momentum, and fix with all ranks which variables have gradients.
 
         After the first step kinds of gradients are only compared with it; dense ones may stay away, on all ranks.
-        Returns the variables' indices.
+        Returns the variables' indices, and the gradients: sparse ones of variables that are sent dense have become
+        tensors where the caller ``converts`` them.
         """
-        indices = self.indices(variables)
-        kinds = [NONE] * len(self.variables)
-        for index, gradient in zip(indices, gradients, strict=True):
-            if isinstance(gradient, tf.IndexedSlices):
+        indices, gradients = self.indices(variables), list(gradients)
+        kinds, sparsified = [NONE] * len(self.variables), self.layout.sparsified()
+        for i, (index, gradient) in enumerate(zip(indices, gradients, strict=True)):
+            kinds[index] = NONE if gradient is None else DENSE
+            if not isinstance(gradient, tf.IndexedSlices):
+                continue
+            if sparsified[self.names[index]] or not converts:
                 wrong = (
                     f"{self.names[index]!r} has sparse gradients (tf.IndexedSlices), which are not compressed: give "
                     "sparse_as_dense=True to the wrapper of dgc.tensorflow, or name the variable in exclude= of the "
                     "compressor (it is then sent dense)"
                 )
                 self.fail_in_step(ConfigError(wrong))
-            kinds[index] = NONE if gradient is None else DENSE
+            gradients[i] = tf.convert_to_tensor(gradient)
         self.take_momentum()
         if self.kinds is None:
             require_agreement(
@@ -320,14 +326,7 @@ class Engine(EngineBase):
                 )
                 self.fail(LayoutError(error))
         self._dense = {i for i, kind in enumerate(kinds) if kind == DENSE}
-        return indices
-
-    def densified(self, variables: Sequence[Variable], gradients: Sequence[Any]) -> list[Any]:
-        """The gradients, of which sparse ones of variables that are sent dense become tensors."""
-        sparsified = self.layout.sparsified()
-        sent_dense = [not sparsified[self.names[index]] for index in self.indices(variables)]
-        pairs = zip(gradients, sent_dense, strict=True)
-        return [tf.convert_to_tensor(g) if d and isinstance(g, tf.IndexedSlices) else g for g, d in pairs]
+        return indices, gradients
 
     def take_momentum(self) -> None:
         """Follow the momentum that the user gave the optimizer since the last step, and after a reset its slots."""

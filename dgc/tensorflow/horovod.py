@@ -231,10 +231,10 @@ class HorovodCompressor(CompressorBase[Engine]):
                     "register_local_var()"
                 )
             )
-        index, variable = engine.begin(call.variables, call.gradients)[place], call.variables[place]
+        indices, _ = engine.begin(call.variables, call.gradients, converts=False)
         self._rate = engine.adoption.learning_rate(call.optimizer)
         earlier = bool(self._waiting) and self._waiting[0].gradient.graph is not tensor.graph
-        pending = Pending(index, tensor, raw_variable(variable))
+        pending = Pending(indices[place], tensor, raw_variable(call.variables[place]))
         self._waiting = [*(() if earlier else self._waiting), pending]  # an earlier trace was given up half-way
         return tf.ones([1], tf.float32), pending
 

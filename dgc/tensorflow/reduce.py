@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -160,8 +160,7 @@ class Reducer:
     def _compressed(
         self, engine: Engine, gradients: list[Gradient], variables: list[Variable]
     ) -> tuple[list[Gradient], tf.Tensor]:
-        gradients = engine.densified(variables, gradients)
-        indices = engine.begin(variables, gradients)
+        indices, gradients = engine.begin(variables, gradients)
         # Sorted by registration, so that a caller who orders variables differently means the same group.
         dense = sorted((index, i) for i, index in enumerate(indices) if gradients[i] is not None)
         if not dense:
@@ -279,13 +278,13 @@ def _step_of(compression: DGCCompressor | None, sums: Sums, indices: Sequence[in
 
 def scaled(gradients: Sequence[Gradient], factor: tf.Tensor | float) -> list[Gradient]:
     """Gradients times a factor, which is cast to their types."""
-    return [_changed(g, lambda values: values * tf.cast(factor, values.dtype)) for g in gradients]
 
+    def times(gradient: Gradient) -> Gradient:
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(times(gradient.values), gradient.indices, gradient.dense_shape)
+        return None if gradient is None else gradient * tf.cast(factor, gradient.dtype)
 
-def _changed(gradient: Gradient, change: Callable[[tf.Tensor], tf.Tensor]) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
-    return None if gradient is None else change(gradient)
+    return [times(gradient) for gradient in gradients]
 
 
 _results: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()

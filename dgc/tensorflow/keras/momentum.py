@@ -36,7 +36,7 @@ from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.optimizer import Settings
-from dgc.tensorflow.reduce import Gradient, ReduceOptions
+from dgc.tensorflow.reduce import Gradient, ReduceOptions, scaled
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 from dgc.transport.agreement import agree_or_raise
 
@@ -343,7 +343,7 @@ class MomentumCompressor(DGCCompressor):
         if self.engine is not None:
             names = [names[index] for index in self.engine.indices(variables)]
         pairs = zip(results, map(self._factor_of, names), strict=True)
-        return [r if r is None or factor == 1.0 else r * tf.cast(factor, r.dtype) for r, factor in pairs]
+        return [result if factor == 1.0 else scaled([result], factor)[0] for result, factor in pairs]
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
         with as_state_error():
