@@ -19,7 +19,7 @@ from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, family, is_adaptive, without_loss_scale
-from dgc.tensorflow.engine import Engine, foreign_variable
+from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import HOROVOD, HorovodCompressor, ProcessSet, is_alone
 from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
 
@@ -46,7 +46,6 @@ class DGCCompressor(HorovodCompressor):
 
     _names: Sequence[str] = ()
     """The variables' names when they were first known: they go with a saved model, whose loader may rename them."""
-    _bound_to: Sequence[Any] = ()
 
     def _read_loss_scale(self, value: Any) -> LossScale:
         if family(value) == KERAS3 and hasattr(value, "initial_scale"):  # it has no scale before build()
@@ -94,12 +93,9 @@ class DGCCompressor(HorovodCompressor):
             optimizer: whose momentum is adopted, if :meth:`adopt` was not called before.
             process_set: of the wrapper; None means the option's, or all ranks.
         """
-        ours = [raw_variable(v) for v in variables]
         if self.is_bound:
             if self.engine is not None:
-                self.engine.indices(ours)
-            elif foreign := [v for v in ours if all(v is not own for own in self._bound_to)]:
-                raise foreign_variable(foreign[0])
+                self.engine.indices(variables)
             return
         HOROVOD.require_ready()
         _refuse_sessions()
@@ -111,14 +107,13 @@ class DGCCompressor(HorovodCompressor):
             first = self._pending[0]
             self._names = (first if isinstance(first, Mapping) else first[0]).get("names", self._names)
         self._bind(process_set, open_engine, self._give_back)
-        self._bound_to = ours
         own = without_loss_scale(self.optimizer)
         if is_adaptive(own) and self.engine is not None and self.engine.transport.rank == 0:
             warn_of_thin_updates(type(own).__name__, self.config)
-        if self.engine is None and len(self._names) != len(ours):
+        if self.engine is None and len(self._names) != len(variables):
             self._names = unique_names(variables)
-        for variable in ours[:1]:  # a model holds the compressor that was bound to it last: no graph does
-            variable._dgc_compressor = self
+        for variable in variables[:1]:  # a model holds the compressor that was bound to it last: no graph does
+            raw_variable(variable)._dgc_compressor = self
 
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
         self.adopt(optimizer, process_set)

@@ -277,7 +277,12 @@ class Engine(EngineBase):
         """Indices of variables."""
         foreign = next((v for v in variables if id(raw_variable(v)) not in self._index), None)
         if foreign is not None:
-            self.fail(foreign_variable(foreign))
+            wrong = (
+                f"{getattr(foreign, 'name', '?')!r} is no variable of the model that this compressor was built for; "
+                "residuals cannot be shared: build one compressor for each model and optimizer, and a new one when "
+                "variables are added"
+            )
+            self.fail(LayoutError(wrong))
         return [self._index[id(raw_variable(v))] for v in variables]
 
     def begin(
@@ -547,11 +552,3 @@ class Engine(EngineBase):
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def foreign_variable(variable: Variable) -> LayoutError:
-    """The error for a variable that a compressor was not built for."""
-    return LayoutError(
-        f"{getattr(variable, 'name', '?')!r} is no variable of the model that this compressor was built for; residuals "
-        "cannot be shared: build one compressor for each model and optimizer, and a new one when variables are added"
-    )

@@ -284,7 +284,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        """Warm up to ``initial_lr``, the one for all ranks together; ``verbose`` prints it in the end on rank 0."""
+        """Warm up to ``initial_lr``, the one for all ranks together; ``verbose`` is accepted for Horovod's sake."""
         hvd = import_horovod()
 
         def multiplier(epoch: float) -> float:
@@ -301,14 +301,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
         )
-        self._verbose = verbose and hvd.rank() == 0
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the learning rate."""
-        super().on_epoch_end(epoch, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self._verbose:
-            rate = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
-            tf.get_logger().info("Epoch %d: the learning-rate warm-up ends at %g.", epoch + 1, rate)
 
 
 def _turn_off_xla(model: tf.keras.Model) -> None:

@@ -204,19 +204,15 @@ def a_model_that_lacks_options_loads_and_asks_for_them_before_it_is_trained():
 @case
 def a_process_set_that_is_none():
     for wrong in (3, [0, 1]):
-        model = m.make_model()
-        tape = tf.GradientTape()
-        for action in (
-            lambda w=wrong: dgck.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=w),
-            lambda w=wrong: dgck.DistributedOptimizer(
-                keras.optimizers.SGD(1.0), compression=dgc.Compression.dgc(process_set=w)
-            ),
-            lambda w=wrong, t=tape: dgc.DistributedGradientTape(
-                t, compression=dgc.Compression.dgc(momentum=0.0), process_set=w
-            ),
-            lambda w=wrong, v=model: dgc.Compression.dgc(v.trainable_variables, momentum=0.0, process_set=w),
-        ):
-            m.assert_raises(action, "process_set is", "hvd.ProcessSet", kinds=(ConfigError,))
+        for compression, options in ((None, {"process_set": wrong}), (dgc.Compression.dgc(process_set=wrong), {})):
+            m.assert_raises(
+                lambda c=compression, o=options: dgck.DistributedOptimizer(
+                    keras.optimizers.SGD(1.0), compression=c, **o
+                ),
+                "process_set is",
+                "hvd.ProcessSet",
+                kinds=(ConfigError,),
+            )
 
 
 @case
