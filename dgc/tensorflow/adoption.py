@@ -430,13 +430,10 @@ class Adoption:
         """Give the optimizer back what was taken from it, for a construction that failed."""
         if self.moment is not None:
             self.moment.give_back()
+        if self.taken:
+            restore_momentum(self.optimizer, self.momentum)
+        if self.moment is not None or self.taken:
             vars(self.optimizer).pop("get_config", None)
-            self.moment = None
-        if not self.taken:
-            return
-        restore_momentum(self.optimizer, self.momentum)
-        vars(self.optimizer).pop("get_config", None)
-        self.taken, self.momentum, self.nesterov = False, 0.0, False
 
     def follow(self, optimizer: Optimizer | None) -> None:
         """Take the momentum of Horovod's copy of the optimizer, which is the one that steps."""
@@ -478,6 +475,14 @@ class Adoption:
                     found = True
         return found
 
+    def config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's ``get_config()`` with what was taken put back, as a dense run would have saved it."""
+        if self.moment is not None:
+            return self.moment.config(config)
+        # A momentum that was assigned since the last step, by a schedule perhaps, is in the optimizer.
+        is_here = self.taken and is_cleared(self.optimizer) and "momentum" in config
+        return {**config, "momentum": self.momentum} if is_here else config
+
     def _keep_config(self) -> None:
         """Let the optimizer's configuration hold the user's own momentum."""
         # An instance's method: a class of its own would be saved with the model, and loaded without us.
@@ -502,17 +507,8 @@ def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
         )
 
 
-def momentum_config(config: dict[str, Any], adoption: Adoption | None) -> dict[str, Any]:
-    """An optimizer's ``get_config()`` with the adopted momentum put back, as a dense run would have saved it."""
-    # A momentum that was assigned since the last step, by a schedule perhaps, is in the optimizer.
-    if adoption is None or not adoption.taken or not is_cleared(adoption.optimizer) or "momentum" not in config:
-        return config
-    return {**config, "momentum": adoption.momentum}
-
-
 def _own_config(adoption: Adoption) -> dict[str, Any]:
-    config = type(adoption.optimizer).get_config(adoption.optimizer)
-    return momentum_config(config, adoption) if adoption.moment is None else adoption.moment.config(config)
+    return adoption.config(type(adoption.optimizer).get_config(adoption.optimizer))
 
 
 def is_adaptive(optimizer: Optimizer | None) -> bool:

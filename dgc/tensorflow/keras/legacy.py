@@ -14,7 +14,7 @@ import tensorflow as tf
 import tf_keras
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import LEGACY_V2, Optimizer, family, momentum_config, without_loss_scale
+from dgc.tensorflow.adoption import LEGACY_V2, Optimizer, family, without_loss_scale
 from dgc.tensorflow.optimizer import HasSettings, Settings
 from dgc.tensorflow.reduce import Gradient
 from dgc.tensorflow.tensors import ACCUMULATED, Variable
@@ -83,7 +83,8 @@ class Distributed(HasSettings, _Base):
         """The user's optimizer's, with the adopted momentum where the user had it, and our settings beside it."""
         config = super().get_config()
         legacy = bool(config.get("is_legacy_optimizer", family(self) == LEGACY_V2))
-        inner = momentum_config(config, self._dgc_settings.adoption)
+        adoption = self._dgc_settings.adoption
+        inner = config if adoption is None else adoption.config(config)
         return {"inner": inner, "settings": self._dgc_settings.to_config(), "is_legacy_optimizer": legacy}
 
     @classmethod
