@@ -332,6 +332,7 @@ class MomentumCompressor(DGCCompressor):
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
         described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
         config = config_for(self.options, described, transport.size)
+        self._factors = [self._factor_of(name) for name in names]  # whatever a loaded state calls the variables
         assert self.adoption is not None
         return Engine(variables, config, transport, self.adoption, 1.0, names=names)
 
@@ -339,10 +340,11 @@ class MomentumCompressor(DGCCompressor):
         """Results times their variables' factors of the learning rate, which no momentum contains."""
         if not self._rates:
             return list(results)
-        names = self.variable_names() or unique_names(variables)
-        if self.engine is not None:
-            names = [names[index] for index in self.engine.indices(variables)]
-        pairs = zip(results, map(self._factor_of, names), strict=True)
+        if self.engine is None:
+            factors = [self._factor_of(name) for name in self.variable_names() or unique_names(variables)]
+        else:
+            factors = [self._factors[index] for index in self.engine.indices(variables)]
+        pairs = zip(results, factors, strict=True)
         return [result if factor == 1.0 else scaled([result], factor)[0] for result, factor in pairs]
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
