@@ -420,11 +420,11 @@ class _Quantized:
         at = padded(scales.nbytes)
         block[scales.nbytes : at] = 0
         block[at:][-8:] = 0
-        loops.pack(codes, self.bits, block[at:])
+        loops.packing[self.bits][0](codes, block[at:])
 
     def _read(self, block: np.ndarray, k: int, groups: int) -> tuple[np.ndarray, np.ndarray]:
         scales, codes = block[: 4 * self.scales * groups].view(np.float32), np.empty(k, np.uint8)
-        loops.unpack(block[padded(scales.nbytes) :], self.bits, codes)
+        loops.packing[self.bits][1](block[padded(scales.nbytes) :], codes)
         return scales, codes
 
 

@@ -328,7 +328,7 @@ _TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
 
 
 def _packing(bits):
-    """The functions behind :func:`pack` and :func:`unpack`, compiled for a width, which makes them ten times faster."""
+    """See :data:`packing`; compiled for one width, which makes them ten times faster."""
     each = 8 // bits if 8 % bits == 0 else 0  # codes that fill a byte
     mask = (1 << bits) - 1
 
@@ -371,17 +371,9 @@ def _packing(bits):
     return packed, unpacked
 
 
-_PACKING = {bits: _packing(bits) for bits in range(1, 9)}
-
-
-def pack(codes: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Write the low ``bits`` bits (1 to 8) of each code as one string, lowest first, into ceil(n*bits/8) bytes."""
-    _PACKING[bits][0](codes, out)
-
-
-def unpack(data: np.ndarray, bits: int, codes: np.ndarray) -> None:
-    """Undo :func:`pack`."""
-    _PACKING[bits][1](data, codes)
+packing = {bits: _packing(bits) for bits in range(1, 9)}
+"""By a code's width in bits: a function ``(codes, out)`` that writes the low bits of each code as one string, lowest
+first, into ceil(n*bits/8) bytes; and one ``(data, codes)`` that undoes it."""
 
 
 @entry(__file__)

@@ -151,10 +151,11 @@ def test_random_numbers_are_uniform_and_independent():
 def test_packing(n, bits):
     codes = rng.integers(0, 2**bits, n).astype(np.uint8)
     out, back = np.full(-(-n * bits // 8), 0xAA, np.uint8), np.empty(n, np.uint8)
-    loops.pack(codes, bits, out)
+    pack, unpack = loops.packing[bits]
+    pack(codes, out)
     string = (codes[:, None] >> np.arange(bits) & 1).astype(np.uint8)
     np.testing.assert_array_equal(out, np.packbits(string.reshape(-1), bitorder="little"))
-    loops.unpack(out, bits, back)
+    unpack(out, back)
     np.testing.assert_array_equal(back, codes)
 
 

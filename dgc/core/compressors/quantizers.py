@@ -52,7 +52,7 @@ class Coded(PerTensor):
         scales, codes = self.quantise(x, tensor, spec, info)
         block, bits = out[put(out, 0, scales) :], self.code_bits()
         if bits:
-            loops.pack(codes, bits, block)
+            loops.packing[bits][0](codes, block)
         else:
             loops.pack_trits(codes, block)
         return tensor.n
@@ -62,7 +62,7 @@ class Coded(PerTensor):
         scales = take_scales(data, 0, self.scales(tensor), signed=self.signed)
         block = data[scales.nbytes :]
         if bits:
-            loops.unpack(block, bits, codes)
+            loops.packing[bits][1](block, codes)
         elif not loops.unpack_trits(block, codes):
             raise WireError("a byte is no five ternary numbers; the message is damaged")
         return self.restore(scales, codes, tensor)

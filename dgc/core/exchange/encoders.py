@@ -362,6 +362,7 @@ class Encoder(ABC):
         self._kernels = kernels
         self._memory = kernels.memory
         self._ranks = ranks
+        self._own_share, self._masking = config.own_share(ranks), config.masks
         self.keeps_residual = keeps_residual
         self._elements = sum(s.length for s in bucket.sparse)
         self._plans: dict[float | None, BucketPlan] = {}
@@ -427,12 +428,11 @@ class Encoder(ABC):
     def _work(self, at: BucketStep) -> list[SegmentWork]:
         """What the kernels do with each sparsified tensor of the bucket in this step."""
         step, hyper = at.step, at.step.hyper
-        share = self._config.own_share(self._ranks)
         work = []
         for segment, k in zip(self._bucket.sparse, at.plan.ks, strict=True):
             i = segment.parameter
             item = step.submissions[i]
-            decay = hyper.weight_decay[i] * share
+            decay = hyper.weight_decay[i] * self._own_share
             work.append(
                 SegmentWork(
                     gradient=item.gradient,
@@ -462,7 +462,7 @@ class Encoder(ABC):
 
         That forgets stale momentum. Where all entries are sent none is stale: sparsity 0 is dense training.
         """
-        return self._config.masks and sent < self._elements
+        return self._masking and sent < self._elements
 
     def _is_exact(self, density: float | None) -> bool:
         """Whether nothing is coded: in a dense step, and where sparsity is 0, which is one."""
