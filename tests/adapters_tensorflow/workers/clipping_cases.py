@@ -93,8 +93,5 @@ def thresholds_of_any_type_count():
     dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(momentum=0.9))
 
 
-# -- a user's own optimizer ------------------------------------------------------------------------------------------
-
-
 if __name__ == "__main__":
     run_cases()
