@@ -85,14 +85,6 @@ class Settings(Reducer):
         self.require_complete()
         return super().reduce(*arguments)
 
-    def refuse_loss_scale(self) -> None:
-        """The distributed loss-scale optimizer hands over unscaled gradients."""
-        if self.compression is not None and self.compression.given_options.get("loss_scale", 1.0) != 1.0:
-            raise ConfigError(
-                "the distributed optimizer unscales gradients itself under mixed_float16; leave loss_scale out of the "
-                "compressor"
-            )
-
     def to_config(self) -> dict[str, Any]:
         """Plain values that :meth:`from_config` understands."""
         config: dict[str, Any] = {name: getattr(self.options, name) for name in _SAVED}

@@ -191,17 +191,14 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     def _found(self, rank: int, size: int, is_needed: bool) -> tuple[list[Any], str]:
         """The states that belong to the model, in rank order, None for those that this rank does not need."""
         path, own, nearly = self._fitting(rank)
+        old = int(own.get("size", size))
+        if own and old == size:
+            return [own if r == rank else None for r in range(size)], ""
         if not own and rank:
             path, own, _ = self._fitting(0)  # of a job with fewer ranks
-            if own.get("size") == size:
-                return [], nearly
-        if not own:
+            old = int(own.get("size", size))
+        if not is_needed or old == size:
             return [], nearly
-        old = int(own.get("size", size))
-        if old == size:
-            return [own if r == rank else None for r in range(size)], ""
-        if not is_needed:
-            return [], ""
         if not self._resize:
             raise LayoutError(
                 f"{path} was saved by {old} rank{'s' * (old > 1)}, this job has {size}; pass resize=True to "

@@ -291,7 +291,11 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             dynamic_growth_steps=dynamic_growth_steps,
             name=name or f"distributed_{inner_optimizer.name}",
         )
-        settings.refuse_loss_scale()
+        if settings.compression is not None and settings.compression.given_options.get("loss_scale", 1.0) != 1.0:
+            raise ConfigError(
+                "the distributed optimizer unscales gradients itself under mixed_float16; leave loss_scale out of the "
+                "compressor"
+            )
         self._hold(settings)
 
     @tracking.no_automatic_dependency_tracking
