@@ -98,6 +98,7 @@ COUNTING = """
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_two_processes_share_the_compiling_and_one_says_so_the_others_wait(tmp_path):

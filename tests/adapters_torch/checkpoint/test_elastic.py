@@ -21,6 +21,8 @@ def require_end(result, well):
 
 
 @pytest.mark.mpi
+@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_other_numbers_of_ranks_go_on_with_all_residuals(tmp_path):
     results = [run(2, tmp_path, 9, dies_after=6, restarts=3), run(3, tmp_path, 14, dies_after=10), run(2, tmp_path, 13)]
     for result, well in zip(results, (True, False, True), strict=True):
