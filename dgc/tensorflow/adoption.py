@@ -406,7 +406,8 @@ class Adoption:
             raise ConfigError(
                 f"the optimizer's {found} comes before momentum, and would act on the velocity that the compressor "
                 "makes: leave momentum to the optimizer (set the option before the compressor is built, or pass "
-                "momentum=0 to the compressor), or clip with the compressor's local_grad_clip_norm"
+                "momentum=0 to the compressor); or clip with the compressor's local_grad_clip_norm, and accumulate by "
+                "backward_passes_per_step of the distributed optimizer"
             )
         if momentum and own and not self.active:
             raise ConfigError(

@@ -293,6 +293,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors on all ranks with those of one rank, by torch.distributed. Collective over ``group``.
 
+    Ranks outside it do nothing.
+
     Args:
         parameters: ``model.state_dict()``, which holds buffers as well, or (name, tensor) pairs.
         root_rank: rank in the group whose values are sent; of sharded tensors its shards.
@@ -303,4 +305,6 @@ def broadcast_parameters(
     """
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
     tensors = ((name, root_rank, local(t)) for name, t in items if isinstance(t, torch.Tensor))
-    DistributedJob(group).broadcast(tensors)()
+    job = DistributedJob(group)
+    if job.included:
+        job.broadcast(tensors)()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from dgc.adapter.engine import EngineBase
@@ -387,6 +388,8 @@ def _number(value: object) -> Any:
         return list(map(_number, value))
     if isinstance(value, torch.Tensor):
         return value.tolist()
+    if isinstance(value, np.floating):
+        return float(value)
     return value if isinstance(value, (int, float)) else None
 
 
@@ -395,4 +398,4 @@ def _overwritten(own: object, came: Any) -> Any:
         return tuple(map(_overwritten, own, came))
     if isinstance(own, torch.Tensor):
         return own.copy_(torch.as_tensor(came))
-    return came if isinstance(own, (int, float)) else own
+    return own if came is None else came

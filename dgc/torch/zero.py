@@ -186,7 +186,10 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         self._owners = owners_of(numels, self._transport.size)
 
     def _settle(self) -> None:
-        _copy_options(self.optim.param_groups, self.param_groups)
+        for group, local in zip(self.param_groups, self.optim.param_groups, strict=True):
+            for name, value in local.items():  # its defaults; what a scheduler has set stays
+                if name not in _NO_OPTIONS:
+                    group.setdefault(name, value)
         if not isinstance(self.param_groups, _OwnedGroups):
             self.param_groups = _OwnedGroups(self.param_groups)
             self.param_groups.owner = weakref.ref(self)

@@ -76,7 +76,7 @@ def usable(directory: str) -> bool:
 
 logger = logging.getLogger("dgc")
 
-PATIENCE = 600.0
+PATIENCE = 120.0
 """Seconds that a process waits for another one to compile, before it compiles as well."""
 
 _within = threading.local()

@@ -244,6 +244,20 @@ def schedulers_work():
 
 
 @case
+def a_rate_that_a_schedule_has_set_stays_when_a_group_is_added_or_the_optimizer_wrapped():
+    zero = Zero(make_parameters(), torch.optim.SGD, lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(zero, 0.5)
+    set_gradients(zero.param_groups[0]["params"], 0)
+    zero.step()
+    schedule.step()
+    zero.add_param_group({"params": make_parameters(), "lr": 3.0})
+    assert [group["lr"] for group in zero.param_groups] == [0.5, 3.0]
+    schedule.step()
+    wrapped = dgc.DistributedOptimizer(zero)
+    assert [group["lr"] for group in wrapped.param_groups] == [0.25, 1.5]
+
+
+@case
 def bucket_views_hold_each_ranks_parameters():
     own = make_parameters()
     zero, plain, own, other = pair(*OPTIMIZERS["adam"], parameters=own, parameters_as_bucket_view=True)
