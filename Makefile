@@ -88,7 +88,7 @@ demo-tensorflow: $(TRAINS) ## the same on TensorFlow
 
 docs: setup ## build the site into build/site, warnings are errors
 	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[docs]"
-	DGC_REPOSITORY="$${DGC_REPOSITORY-$$(git remote get-url origin 2>/dev/null | sed -E 's|^git@([^:]+):|https://\1/|; s|\.git$$||')}" \
+	DGC_REPOSITORY="$${DGC_REPOSITORY-$$(git remote get-url origin 2>/dev/null | sed -E 's|^git@([^:]+):|https://\1/|; s|\.git$$||' | grep '^http' || true)}" \
 	  NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 figures: setup ## draw docs/step-time.svg from benchmarks/results
