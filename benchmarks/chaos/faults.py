@@ -41,7 +41,10 @@ class Fault:
 
 
 _UNEVEN = r"same number of steps|one of the ranks finished execution|rank 1 (has )?ended|has (been )?shut ?down"
-_MEMORY = r"(?i)memory ?error|allocate|out of memory|bad_alloc|RESOURCE_EXHAUSTED|OOM|can't start new thread"
+_MEMORY = (
+    r"(?i)memory ?error|allocate|out of memory|bad_alloc|RESOURCE_EXHAUSTED|OOM|can't start new thread"
+    r"|failed to map segment"
+)
 _KILLED = r"(?i)signal 9|killed|SIGKILL|status code -9|code:? 137|code -9"
 
 FAULTS = {
