@@ -251,7 +251,7 @@ class PaddleOptimizer(ExchangeMethods):
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: a regulariser as a dict, a sequence as a list, an array as numbers."""
+    """The value as JSON can hold it: a regulariser as a dict, a sequence as a list, a NumPy number as a number."""
     if isinstance(value, (L1Decay, L2Decay)):
         return {"kind": type(value).__name__, "coefficient": value.regularization_coeff}
     if isinstance(value, Mapping):
