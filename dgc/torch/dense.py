@@ -55,6 +55,8 @@ class _Bucket:
     waiting: int = 0
     """Gradients that are not handed over yet in this step."""
     work: dist.Work | None = None
+    """Kept until the next step, as by DistributedDataParallel: Gloo's thread may not be the last to drop it, as that
+    takes the GIL, and aborts a process that ends at that moment."""
     flat: torch.Tensor | None = None
     """The gradients, and behind them for each whether there is one: their sum tells whether any rank has it."""
 
@@ -139,7 +141,7 @@ class DenseSteps(Passes):
         self._begun_buckets = 0
         self._absent: set[int] = set()  # parameters without a gradient on this rank
         for bucket in self._buckets:
-            bucket.waiting, bucket.work, bucket.flat = len(bucket.members), None, None
+            bucket.waiting = len(bucket.members)
 
     def hand_over(self, index: int, p: torch.Tensor) -> None:  # noqa: D102
         if p.grad is None:
@@ -161,6 +163,7 @@ class DenseSteps(Passes):
 
     def _begin(self, bucket: _Bucket) -> None:
         """Begin the sum of a bucket, in the order of buckets."""
+        bucket.work = bucket.flat = None
         gradients = [local(self._exchanged[i].gradient).detach().reshape(-1) for i in bucket.members]
         present = torch.ones(len(gradients), dtype=gradients[0].dtype, device=gradients[0].device)
         for place, i in enumerate(bucket.members):
