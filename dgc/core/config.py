@@ -15,8 +15,8 @@ from dgc.errors import ConfigError
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """Dense gradient bytes (as float32) per bucket."""
 
-ADAPTIVE_FLOOR = 1 / 64
-"""The least density that an adaptive optimizer was seen to learn well with."""
+ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
+"""The least density that an adaptive optimizer was seen to learn well with, and what a short training needs."""
 
 ADAPTIVE_BETA2 = 0.99
 """Entries that arrive rarely need a memory of their squares that outlasts a pause. At the beginning, while what arrives
@@ -121,10 +121,11 @@ class DGCConfig:
         """The config for the optimizer that is bound: before an adaptive one ``steps`` chooses a larger density."""
         if self.steps is None or not adaptive:
             return self
-        density, begin = adaptive_density(self.steps), adaptive_density(self.steps, 3.0)
+        density = min(ADAPTIVE_CEILING, max(ADAPTIVE_FLOOR, 100 / self.steps))
         return dataclasses.replace(
             self,
-            sparsity=(1.0 - begin, 1.0 - density),
+            # More entries at the beginning keep it from staying on a plateau. Measured: see the page on AdamW.
+            sparsity=(1.0 - 3 * density, 1.0 - density),
             rampup_step=max(1, 2 * self.steps // 5),  # each of the two holds for a fifth of the steps
             momentum_masking=self.momentum_masking is not False,
         )
@@ -212,9 +213,9 @@ class Schedule:
 def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
     """Options of DGC for a training of so many steps, None: the others alone.
 
-    The density is 1/64; from 6,400 steps on each entry is sent a hundred times, and from 100,000 on 0.1 % a step.
-    There is no warm-up of the sparsity, which costs progress at the beginning. :meth:`DGCConfig.suited` says what an
-    adaptive optimizer gets instead.
+    Each entry is sent about a hundred times, but the density is at most 1/64 and at least 0.1 %. There is no warm-up
+    of the sparsity, which costs progress at the beginning. :meth:`DGCConfig.suited` says what an adaptive optimizer
+    gets instead.
 
     Args:
         steps: of the optimizer, in the whole training.
@@ -230,15 +231,6 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
         raise ConfigError(f"steps={steps} chooses the sparsity: leave {' and '.join(sorted(both))} out, or steps")
     density = min(1 / 64, max(0.001, 100 / steps))
     return {**options, "sparsity": 1.0 - density, "steps": steps}
-
-
-def adaptive_density(steps: int, times: float = 1.0) -> float:
-    """The density for an adaptive optimizer that makes so many steps: 5 % of 1,200 steps, 2 % of 4,800.
-
-    Three times as many entries in the first fifth of the steps keep it from staying on a plateau at the beginning.
-    Measured: see the page on AdamW.
-    """
-    return min(1.0, times * max(ADAPTIVE_FLOOR, 0.05 * math.pow(1200 / steps, 2 / 3)))
 
 
 def entries_to_send(numel: int, density: float) -> int:
