@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import run_mpi
-from rank_jobs import once
 
 RANK = """
 import atexit, ctypes, os, sys, types
@@ -96,41 +94,3 @@ def test_a_child_of_multiprocessing_ends_as_ever():
         "worker.start(); worker.join(); print('a worker ended with', worker.exitcode, flush=True)"
     )
     assert lines_of(before=before, end="sys.exit(7)")[0] == "a worker ended with 6"
-
-
-JOB = """
-import faulthandler, os, sys
-import horovod.torch as hvd
-hvd.init()
-import torch
-import dgc.torch as dgc
-from adapters_torch.workers.models import batch
-from worker_tools import report
-
-model = torch.nn.Linear(20, 10)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-compression = dgc.Compression.dgc(sparsity=0.9)
-optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression)
-faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread
-statuses = []
-for step in range(8):
-    optimizer.zero_grad()
-    x, y = batch(step)
-    torch.nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-    if step in (2, 4):
-        child = os.fork()
-        if child == 0:
-            sys.exit(7)
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-report([statuses, model.weight.double().sum().item(), hvd.allreduce(torch.ones(2), name="at last").tolist()])
-"""
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("launcher", once(["gloo", "mpirun"]))
-def test_a_job_goes_on_when_children_end(launcher):
-    values = run_mpi(2, JOB, launcher=launcher).values
-    assert values[0] == values[1]
-    assert values[0][0] == [7, 7]

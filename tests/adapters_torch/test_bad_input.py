@@ -122,8 +122,8 @@ except dgc.LayoutError as error:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", once(["mpirun", "horovodrun", "gloo"]))
-def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(launcher):
-    result = run_mpi(2, STRANGER.format(workers=str(WORKER.parent)), launcher=launcher)
+def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(ranks, launcher):
+    result = ranks.run(STRANGER.format(workers=str(WORKER.parent)), 2, launcher=launcher)
     # The other rank finds it, too, when it has to fill in the gradient that only this one computed.
     text = r"rank [01] failed in step 0: Horovod passed a gradient that belongs to no parameter"
     assert len(result.values) == 2, result.explain()

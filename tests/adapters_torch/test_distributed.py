@@ -22,36 +22,9 @@ for _ in range(20):
 
 
 @pytest.mark.mpi
+@pytest.mark.matrix
 def test_a_process_may_end_right_after_a_collective():
     run_mpi(2, LAST_ACT, launcher="torchrun")
-
-
-FORGOTTEN = """
-import sys
-import torch
-import dgc.torch as dgc
-
-if sys.argv[1] == "missing":
-    sys.modules["horovod"] = None
-model = torch.nn.Linear(4, 4)
-for compression in (dgc.Compression.dgc(), None):
-    try:
-        dgc.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression)
-    except dgc.ConfigError as error:
-        print("said:", error)
-"""
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("horovod", ["there", "missing"])
-def test_a_forgotten_process_group_is_named_once(horovod):
-    result = run_mpi(1, FORGOTTEN, horovod, launcher="torchrun")
-    said = [line for line in result.stdout.splitlines() if "said:" in line]
-    first = "call torch.distributed.init_process_group() (under torchrun) or hvd.init() (Horovod) first"
-    assert len(said) == 2, result.explain()
-    for line in said:
-        assert line.count("init_process_group") == line.count("hvd.init()") == line.count(first) == 1, line
-        assert ("build-horovod --install" in line) == (horovod == "missing"), line
 
 
 LEFT_WAITING = """

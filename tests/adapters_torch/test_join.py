@@ -79,7 +79,8 @@ def test_a_rank_alone_gets_an_error(launcher, mistake):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("launcher", once(["horovodrun", "gloo", "torchrun"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("launcher", ["horovodrun", "gloo", "torchrun"])
 def test_a_rank_that_is_killed_ends_the_job(launcher):
     killed = "rank == 0 or os.kill(os.getpid(), signal.SIGKILL)"
     source = ALONE.format(torchrun=launcher == "torchrun", joins=killed, then="pass")

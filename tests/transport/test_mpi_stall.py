@@ -18,7 +18,7 @@ hvd.init()
 import dgc.core.exchange.exchange as pipeline, dgc.torch as dgc
 
 pipeline._STALL_PATIENCE = 1.0
-os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="8")
+os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4")
 torch.manual_seed(0)
 model = torch.nn.Linear(50, 50)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -35,9 +35,9 @@ def fitted(inner, compression=None, *, steps=STEPS, rank=None, wrapped=True, gra
 
 
 def tape_loop(inner, library, compression, steps=10, model=None):
-    """A custom loop in a graph; ``library`` wraps the tape."""
+    """A custom loop, in a graph where it compresses; ``library`` wraps the tape."""
     model = model or m.make_model()
-    one = m.stepper(model, inner, compression, library)
+    one = m.stepper(model, inner, compression, library, graph=compression is not hvd.Compression.none)
     for step in range(steps):
         one(step)
     return m.values(model)
@@ -340,7 +340,7 @@ def a_tape_follows_the_momentum_of_its_optimizer():
     found = []
     for library, options in ((hvd, None), (dgc, m.SPARSITY_0)):
         inner = keras.optimizers.SGD(0.05, momentum=0.9)
-        compression = dgc.Compression.none if options is None else dgc.Compression.dgc(optimizer=inner, **options)
+        compression = hvd.Compression.none if options is None else dgc.Compression.dgc(optimizer=inner, **options)
         model = m.make_model()
         tape_loop(inner, library, compression, steps=5, model=model)
         inner.momentum = 0.0

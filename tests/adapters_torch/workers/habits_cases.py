@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
+import sys
 import warnings
 
 import horovod.torch as hvd
@@ -431,6 +433,21 @@ def a_state_loaded_on_one_rank_and_never_broadcast_is_an_error():
             optimizer.load_state_dict(saved)
         match = "broadcast the optimizer's state"
         quiet(on_every_rank, dgc.ConfigError, match, lambda: train(optimizer, model, 1), way)  # noqa: B023
+
+
+@case("gloo")
+def a_job_goes_on_when_children_end():
+    """As those of a data loader do; under MPI this is in ``transport/test_mpi_exit.py``."""
+    model = make_model()
+    optimizer, _ = wrap("b", model, sgd(model), sparsity=0.9)
+    for step in range(6):
+        train(optimizer, model, 1, start=step)
+        if step in (2, 4):
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert_replicas_identical(model, "after children have ended")
 
 
 @case

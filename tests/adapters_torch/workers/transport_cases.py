@@ -10,6 +10,7 @@ import torch
 from transport.workers.transport_contract import Carrier
 from worker_tools import case, run_cases
 
+import dgc.torch as dgc
 from dgc.torch.horovod import HOROVOD, HorovodTransport
 from dgc.transport.agreement import require_agreement
 from dgc.transport.choice import GATHER_BYTES, SMALL_BYTES
@@ -136,9 +137,15 @@ def an_unknown_process_set_is_refused():
 
 @case
 def after_shutdown_everything_is_an_error():
-    transport = HorovodTransport()
+    transport, model = HorovodTransport(), torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    compression = dgc.Compression.dgc(transport="horovod")
+    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     hvd.shutdown()
     assert "Horovod is shut down" in raised_by(transport.allreduce, np.zeros(3, np.float32))
+    error = raised_by(model(torch.ones(2, 64)).sum().backward)
+    assert error.startswith("TransportError: ")
+    assert "Horovod was shut down: train before hvd.shutdown()" in error
     assert "hvd.init()" in raised_by(make_transport, "auto")
     assert "hvd.init()" in raised_by(HorovodTransport)
 
