@@ -4,60 +4,12 @@ import numpy as np
 import pytest
 
 from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, check_regularizer, require_parameters
-from dgc.core.config import Schedule, entries_to_send
 from dgc.core.layout import Parameter, sent_dense
 from dgc.errors import ConfigError
-
-LEVELS = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 
 
 def options(**changes):
     return PaddleOptions(**{"learning_rate": 0.1, "momentum": 0.9, "rampup_begin_step": 0, **changes})
-
-
-def sparsities(steps, **changes):
-    config = options(**changes).to_config([])
-    schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-    return [None if schedule.is_dense(s) else round(1 - schedule.density(s), 9) for s in steps]
-
-
-def test_five_levels_over_100_steps():
-    table = {
-        0: 0.75,
-        19: 0.75,
-        20: 0.9375,
-        39: 0.9375,
-        40: 0.984375,
-        60: 0.996,
-        79: 0.996,
-        80: 0.999,
-        99: 0.999,
-        5000: 0.999,
-    }
-    assert sparsities(table, sparsity=LEVELS, rampup_step=100) == list(table.values())
-
-
-def test_one_step_per_level():
-    assert sparsities(range(7), sparsity=LEVELS, rampup_step=5) == [*LEVELS, 0.999, 0.999]
-
-
-def test_rampup_in_one_step_goes_from_the_first_level_to_the_last():
-    assert sparsities(range(3), sparsity=LEVELS) == [0.75, 0.999, 0.999]
-
-
-def test_nothing_before_the_begin():
-    assert sparsities(range(8, 13), sparsity=LEVELS, rampup_begin_step=10, rampup_step=5) == [None, None, *LEVELS[:3]]
-
-
-@pytest.mark.parametrize("numel", [16384, 16385, 100_000, 2_359_296, 25_557_032])
-@pytest.mark.parametrize("sparsity", [0.75, 0.9375, 0.984375, 0.996, 0.999])
-def test_k_is_the_share_of_the_elements(numel, sparsity):
-    exact = numel * round((1 - sparsity) * 10**9) // 10**9
-    assert entries_to_send(numel, 1 - sparsity) == max(1, exact)
-
-
-def test_k_is_at_least_one():
-    assert entries_to_send(16384, 1 - 0.99999) == 1
 
 
 def test_eligibility_is_by_elements_and_type_whatever_the_dimensions():

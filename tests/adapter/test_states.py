@@ -100,25 +100,6 @@ def test_states_that_were_not_saved_together_are_not_added_up(change, text):
     run_ranks(1, one_rank)
 
 
-@pytest.mark.parametrize("resize", [False, True])
-def test_a_state_of_another_op_is_one_error_on_all_ranks(resize):
-    """Also where one rank alone was given it, and where a job of another size redistributes it."""
-    states = run_ranks(2, lambda transport: trained(transport).state_dict())
-    assert [state["op"] for state in states] == ["average"] * 2
-    others = [{**state, "op": "sum"} for state in states]
-
-    def one_rank(transport):
-        compressor = trained(transport)
-        before = compressor.residual_norm
-        own = others if resize else others[transport.rank] if transport.rank else states[transport.rank]
-        with pytest.raises(LayoutError, match="saved with op=sum, this job has op=average"):
-            compressor.load_state_dict(own, resize=resize)
-        assert compressor.residual_norm == before
-        compressor.close()
-
-    run_ranks(2, one_rank)
-
-
 def test_states_in_which_nothing_is_kept_reset_whatever_their_number():
     def one_rank(transport):
         compressor = trained(transport)

@@ -281,13 +281,6 @@ def test_saved_tensors_still_notice_the_update():
 # Surprises
 
 
-@pytest.mark.parametrize("name", ["sgd-nesterov", "adamw", "asgd", "adagrad"])
-def test_parameters_without_gradient_are_not_updated(name):
-    twins = Twins(*ALGORITHMS[name])
-    for step, skip in enumerate([(), (2,), (2,), (0, 5), (), tuple(range(len(SHAPES))), (), (1, 3, 5), ()]):
-        twins.run(skip=skip, fuse=step != 2)
-
-
 def test_an_unused_parameter_does_not_keep_the_others_from_being_fused():
     params = make_params([(8,)] * 7)
     params.sort(key=Tensor.data_ptr, reverse=True)

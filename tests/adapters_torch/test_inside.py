@@ -1,18 +1,17 @@
 """What docs/inside.md shows, on real ranks."""
 
 import pytest
-from launch_tools import run_mpi
 
 pytest.importorskip("torch")
 
 SHOWN = """
 import sys, types
 import torch, torch.distributed as dist
+from adapters_torch import torchrun_tools
 import dgc.torch as dgc
 from documented import shown
 from worker_tools import report
 
-dist.init_process_group("gloo")
 rank, wrote, logged = dist.get_rank(), [], []
 
 class SummaryWriter:
@@ -42,12 +41,13 @@ same = torch.equal(trained(compression), plain)
 last = compression.stats.last
 report([same, [(tag, step) for tag, _, step in wrote], dict((tag, value) for tag, value, _ in wrote), len(logged)])
 report([last.ratio, last.density, last.bytes_sent, logged[0]])
+del sys.modules["torch.utils.tensorboard"]
 """
 
 
 @pytest.mark.mpi
-def test_the_shown_lines_write_the_steps_figures():
-    first, other = run_mpi(2, SHOWN, launcher="torchrun").reports
+def test_the_shown_lines_write_the_steps_figures(ranks):
+    first, other = ranks.run(SHOWN, 2, launcher="torchrun").reports
     (same, tags, values, logged), (ratio, density, sent, figures) = first
     assert same, "a hook changes no bit"
     each = ("compression/ratio", "compression/density", "compression/bytes_sent")

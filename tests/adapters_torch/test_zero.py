@@ -42,7 +42,7 @@ def test_one_process_is_the_plain_optimizer(ranks):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("launcher", once(["mpirun", "torchrun"]))
 @pytest.mark.parametrize("compression", once(["none", "dgc"]))
 def test_example(ranks, compression, launcher, tmp_path):
     results = tmp_path / "results.json"

@@ -13,7 +13,6 @@ import pytest
 from contract_tools import Alone, Case
 
 from dgc.__main__ import facts
-from dgc.adapter.compression import constructor
 from dgc.core.codecs import index_codec_names, value_codec_names
 from dgc.core.compressors import PerTensor, check_codecs, compressor_class, compressor_names, make_config, register
 from dgc.errors import ConfigError, WireError
@@ -98,13 +97,6 @@ class TestRegister:
         with pytest.raises(ConfigError, match=message):
             register(make_row(**facts))
         assert "mine" not in compressor_names()
-
-
-def test_an_unknown_compressor_is_named_with_the_known_ones():
-    with pytest.raises(ConfigError, match="'powersgd'; choose one of dgc, topk"):
-        make_config({}, algorithm="powersgd")
-    with pytest.raises(AttributeError, match="none, fp16, dgc"):
-        constructor("powersgd", object(), print)
 
 
 def test_only_dgc_adopts_momentum_unless_asked():

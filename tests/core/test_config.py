@@ -8,55 +8,51 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from exchange_tools import (
-    errors_of,
-    make_exchange,
-)
 
 from dgc.core import config as checks
 from dgc.core.compressors import make_config
 from dgc.core.config import ADAPTIVE_FLOOR, Schedule, entries_to_send
 from dgc.errors import ConfigError
 
+FLAG = "allowed: True or False"
+BAD = [
+    ({"sparsity": 1.0}, r"sparsity .*\[0, 1\)"),
+    ({"sparsity": -0.1}, r"sparsity .*\[0, 1\)"),
+    ({"sparsity": [0.5, float("nan")]}, r"sparsity .*\[0, 1\)"),
+    ({"sparsity": []}, "sparsity"),
+    ({"sparsity": "0.9"}, "sparsity"),
+    ({"sparsity": 10**400}, "sparsity"),
+    ({"sparsity": np.zeros((2, 2))}, "sparsity"),
+    ({"momentum": 1.5}, r"momentum is 1.5; allowed: a number in "),
+    ({"momentum": True}, "momentum is True; allowed: a number in "),
+    ({"momentum": np.zeros(2)}, "momentum"),
+    ({"momentum": 10**400}, "momentum"),
+    ({"momentum": 0, "nesterov": True}, "nesterov"),
+    ({"weight_decay": -1}, "weight_decay is -1; allowed: a number in "),
+    ({"local_grad_clip_norm": 0}, r"local_grad_clip_norm is 0; allowed: a number in \(0.*, inf\) or None"),
+    ({"rampup_begin_step": -1}, "rampup_begin_step is -1; allowed: a whole number >= 0"),
+    ({"rampup_step": 0}, "rampup_step is 0; allowed: a whole number >= 1"),
+    ({"bucket_bytes": 0}, "bucket_bytes is 0; allowed: a whole number >= 1"),
+    ({"min_numel": np.float32(3)}, "min_numel .* allowed: a whole number"),
+    ({"min_numel": True}, "min_numel is True; allowed: a whole number"),
+    ({"clip_scope": "layer"}, "clip_scope is 'layer'; allowed: "),
+    ({"clip_scope": np.zeros(2)}, "clip_scope .* allowed: "),
+    ({"op": "adasum"}, "op"),
+    ({"indices": "int7"}, "indices"),
+    ({"values": "float1"}, "values"),
+    ({"values": ["float16"]}, "values"),
+    ({"nesterov": 1}, "nesterov is 1; give True, False or None"),
+    ({"momentum_masking": "no"}, FLAG),
+    ({"error_feedback": 0}, FLAG),
+    ({"exclude": 3}, "exclude"),
+    ({"include": np.zeros(3)}, "include"),
+]
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sparsity": 1.0},
-        {"sparsity": -0.1},
-        {"sparsity": []},
-        {"sparsity": "0.9"},
-        {"momentum": 1.5},
-        {"weight_decay": -1},
-        {"rampup_begin_step": -1},
-        {"rampup_step": 0},
-        {"clip_scope": "layer"},
-        {"local_grad_clip_norm": 0},
-        {"op": "adasum"},
-        {"indices": "int7"},
-        {"values": "float1"},
-        {"momentum": 0, "nesterov": True},
-        {"bucket_bytes": 0},
-        {"momentum": True},
-        {"momentum": np.zeros(2)},
-        {"momentum": 10**400},
-        {"sparsity": 10**400},
-        {"sparsity": np.zeros((2, 2))},
-        {"nesterov": 1},
-        {"momentum_masking": "no"},
-        {"error_feedback": 0},
-        {"exclude": 3},
-        {"include": np.zeros(3)},
-        {"values": ["float16"]},
-        {"min_numel": np.float32(3)},
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused(options):
-    def rank(transport):
-        make_exchange(transport, **options)
 
-    assert all(isinstance(e, ConfigError) for e in errors_of(1, rank))
+@pytest.mark.parametrize(("options", "told"), BAD, ids=str)
+def test_bad_options_are_refused(options, told):
+    with pytest.raises(ConfigError, match=told):
+        make_config(options)
 
 
 def test_a_seed_is_a_whole_number():
@@ -73,89 +69,6 @@ def test_numpy_numbers_are_numbers():
         == make_config({"sparsity": (0.75, 0.5), "momentum": 0.5, "min_numel": 7, "nesterov": True}).describe()
     )
     assert type(given.min_numel) is int
-
-
-def test_an_unknown_option_names_the_valid_ones():
-    with pytest.raises(TypeError, match="sparsity"):
-        make_config({"sparcity": 0.9})
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (np.float64(0.5), 0.5),
-        (np.int64(3), 3),
-        (np.True_, True),
-        ([np.float32(0.5), (np.int8(1), "a")], [0.5, (1, "a")]),
-        ((), ()),
-        (None, None),
-    ],
-)
-def test_numpys_scalars_become_pythons(given, expected):
-    found = checks.plain(given)
-    assert found == expected
-    assert type(found) is type(expected)
-
-
-def test_what_is_no_number_stays_the_same_object():
-    named = SimpleNamespace()
-    array = np.ones(2)
-    assert checks.plain(named) is named
-    assert checks.plain(array) is array
-
-
-@pytest.mark.parametrize("closed", [True, False])
-def test_an_open_end_is_left_out_and_a_closed_one_is_in(closed):
-    ends = {"low": 0.0, "high": 1.0, "low_open": not closed, "high_open": not closed}
-    checks.require_number("x", 0.5, **ends)
-    for end in (0.0, 1.0, 0, 1):
-        if closed:
-            checks.require_number("x", end, **ends)
-        else:
-            with pytest.raises(ConfigError, match=rf"^x is {end}; allowed: a number in \(0.0, 1.0\)$"):
-                checks.require_number("x", end, **ends)
-
-
-@pytest.mark.parametrize(
-    "value", [np.nextafter(0, -1), np.nextafter(1, 2), np.nan, np.inf, -np.inf, True, "1", [1], None]
-)
-def test_what_is_not_between_the_ends_is_refused(value):
-    with pytest.raises(ConfigError, match=r"a number in \[0, 1\]$"):
-        checks.require_number("x", value, low=0, high=1)
-
-
-def test_none_is_allowed_where_it_is_said():
-    checks.require_number("x", None, low=0, optional=True)
-    with pytest.raises(ConfigError, match=re.escape("x is -1; allowed: a number in [0, inf) or None")):
-        checks.require_number("x", -1, low=0, optional=True)
-
-
-@pytest.mark.parametrize("value", [0, 1, None, "yes", np.True_])
-def test_a_flag_is_true_or_false_and_nothing_like_it(value):
-    with pytest.raises(ConfigError, match="allowed: True or False"):
-        checks.require_flag("x", value)
-    checks.require_flag("x", True)
-    checks.require_flag("x", False)
-
-
-@pytest.mark.parametrize("value", [1, 2.0, True, "2", None])
-def test_a_whole_number_below_the_least_or_of_another_type_is_refused(value):
-    with pytest.raises(ConfigError, match=f"^x is {value!r}; allowed: a whole number >= 2$"):
-        checks.require_integer("x", value, 2)
-    checks.require_integer("x", 2, 2)
-
-
-@pytest.mark.parametrize("value", [1, 1.0, "b", None, False])
-def test_a_choice_is_compared_by_value_and_type(value):
-    """``1 == True``, and still 1 was not offered."""
-    with pytest.raises(ConfigError, match=r"allowed: 'a', True$"):
-        checks.require_choice("x", value, ("a", True))
-    checks.require_choice("x", True, ("a", True))
-
-
-def test_a_choice_that_is_an_array_is_refused_and_not_compared():
-    with pytest.raises(ConfigError, match=r"allowed: 'a'$"):
-        checks.require_choice("x", np.zeros(2), ("a",))
 
 
 def factory():
@@ -254,11 +167,6 @@ def test_few_entries_without_a_number_of_steps_are_thin():
     assert not make_config({"sparsity": 0.95}).is_thin
     assert not make_config({"steps": 10**6}).is_thin
     assert not make_config({}, algorithm="topk").is_thin
-
-
-def test_others_than_dgc_have_no_such_option():
-    with pytest.raises(TypeError, match="unknown option 'steps'"):
-        make_config({"steps": 100}, algorithm="qsgd")
 
 
 def test_schedule_is_paddles_table():

@@ -58,10 +58,6 @@ def test_reads_what_was_written(header):
     assert (message[HEADER_BYTES:] == 0xAA).all()
 
 
-def test_read_only_messages_can_be_read():
-    assert unpack_header(np.frombuffer(packed().tobytes(), np.uint8)) == HEADER
-
-
 @pytest.mark.parametrize(
     ("name", "bits"),
     [

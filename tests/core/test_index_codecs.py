@@ -127,14 +127,6 @@ def test_uint16_writes_the_tiles_that_numpy_finds(n, seed, density):
     np.testing.assert_array_equal(block, np.concatenate([table, offsets]))
 
 
-@codecs
-@given(n=st.integers(0, 1 << 30), data=st.data())
-def test_reserve_for_k_holds_fewer_entries_too(codec, n, data):
-    k = data.draw(st.integers(0, n))
-    fewer = data.draw(st.integers(0, k))
-    assert codec.max_bytes(n, fewer) <= codec.max_bytes(n, k)
-
-
 @given(n=st.integers(0, 1 << 34), data=st.data())
 def test_elias_fano_is_never_longer_than_uint16(n, data):
     k = data.draw(st.integers(0, n))

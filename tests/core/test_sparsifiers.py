@@ -114,12 +114,6 @@ def test_what_is_left_over_in_a_message_is_zero():
         assert not tail.any()
 
 
-def test_strom_drains_a_large_residual_step_by_step():
-    runs = train(1, 3, Case("strom", {"threshold": 0.01, "max_density": 1.0}), shapes={"w": (64, 64)})
-    _, exchange = runs[0]
-    assert np.abs(exchange.state.residual(0)).max() > 0.01
-
-
 @pytest.mark.parametrize("density", [0.25, 0.5, 1.0])
 def test_dryden_sends_a_share_of_either_sign_as_its_mean(density):
     alone = Alone(Case("dryden", {"sparsity": 1 - density}), {"w": (8, 10)})

@@ -9,46 +9,14 @@ import numpy as np
 import pytest
 from exchange_tools import (
     first_gradients,
-    gradient,
     make_exchange,
-    parameters,
     run_step,
     train,
 )
 
 from dgc.core.state import resized
-from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.errors import LayoutError
 from dgc.transport.local import run_ranks
-
-
-@pytest.mark.parametrize("small", ["float32", "int8"])
-def test_a_run_that_was_saved_continues_bit_for_bit(small):
-    options = dict(
-        sparsity=(0.9, 0.95), rampup_step=6, rampup_begin_step=2, momentum=0.9, values="float16", small=small
-    )
-    straight = train(2, 12, **options)
-    specs = parameters()
-
-    def rank(transport):
-        rng = np.random.default_rng(1)
-        params = [rng.standard_normal(p.numel).astype("float32") for p in specs]
-        exchange = make_exchange(transport, **options)
-        for step in range(12):
-            if step == 5:
-                saved = exchange.state_dict()
-                exchange.close()
-                exchange = make_exchange(transport, **options)
-                exchange.load_state_dict(saved)
-            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
-            _, results = run_step(exchange, grads, params)
-            for p, r in zip(params, results, strict=True):
-                p -= np.float32(0.1) * r
-        exchange.close()
-        return params
-
-    for a, (b, _) in zip(run_ranks(2, rank), straight, strict=True):
-        for x, y in zip(a, b, strict=True):
-            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (2, 3), (1, 2)])
@@ -98,49 +66,6 @@ def test_adopted_momentum_is_each_ranks_share_where_entries_are_selected(op, sha
     for i in range(len(exchange.layout.parameters)):
         selected = exchange.state.residual(i).size > 0
         assert np.all(exchange.state.momentum_buffer(i) == (share if selected else 1.0))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"size": 3}, "resize=True"),
-        ({"rank": 5}, "one state per rank"),
-        ({"op": "sum"}, "saved with op=sum, this job has op=average"),
-        ({"format": 9}, "format"),
-        ({"parameters": {}}, "lacks parameter"),
-    ],
-)
-def test_a_foreign_state_is_refused(change, message):
-    def rank(transport):
-        exchange = make_exchange(transport)
-        saved = {**exchange.state_dict(), **change}
-        with pytest.raises(LayoutError, match=message):
-            exchange.load_state_dict(saved)
-        exchange.close()
-
-    run_ranks(2, rank)
-
-
-@pytest.mark.parametrize("begin", [0, 100])
-def test_a_state_is_loaded_under_the_op_that_it_was_saved_under(begin):
-    """Before the ramp-up, and of dense tensors always, u is the velocity of the mean or of the sum: P times as much."""
-
-    def rank(transport):
-        average, sums = (make_exchange(transport, op=op, rampup_begin_step=begin) for op in ("average", "sum"))
-        of_average, of_sums = average.state_dict(), sums.state_dict()
-        assert (of_average["op"], of_sums["op"]) == ("average", "sum")
-        average.load_state_dict(of_average)
-        sums.load_state_dict(of_sums)
-        for exchange, foreign, text in (
-            (average, of_sums, "saved with op=sum, this job has op=average; give this job op=sum"),
-            (sums, of_average, "saved with op=average, this job has op=sum; give this job op=average"),
-        ):
-            with pytest.raises(LayoutError, match=text):
-                exchange.load_state_dict(foreign)
-        average.close()
-        sums.close()
-
-    run_ranks(2, rank)
 
 
 SPARSE, DENSE = "fc.weight", "fc.bias"
@@ -209,21 +134,6 @@ def test_a_damaged_state_is_refused_before_anything_is_changed(name):
     run_ranks(2, rank)
 
 
-def failed(transport):
-    """An exchange of which a step has failed, and its state from before that step."""
-    exchange = make_exchange(transport, sparsity=0.9, momentum=0.9)
-    for step in range(2):
-        run_step(exchange, [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(parameters())])
-    before = exchange.state_dict()
-    if transport.rank == 1:
-        with pytest.raises(DGCError):
-            exchange.fail(ConfigError("something is wrong"))
-    else:
-        with pytest.raises(DGCError):
-            run_step(exchange, [gradient(2, transport.rank, i, p.numel) for i, p in enumerate(parameters())])
-    return exchange, before
-
-
 def test_a_reset_forgets_the_thresholds_too():
     """Those of the run before would select too few entries of residuals that begin at 0 again."""
 
@@ -239,17 +149,3 @@ def test_a_reset_forgets_the_thresholds_too():
     for fresh in run_ranks(2, rank):
         assert fresh.size
         assert np.isnan(fresh).all()
-
-
-def test_a_state_with_half_a_failed_step_is_not_saved():
-    def rank(transport):
-        exchange, _ = failed(transport)
-        with pytest.raises(
-            LayoutError, match=r"state_dict\(\) was called after a step that failed \(.*something is wrong"
-        ):
-            exchange.state_dict()
-        exchange.reset()
-        assert exchange.state_dict()["step"] == 0
-        exchange.close()
-
-    run_ranks(2, rank)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import case_names, run_mpi
+from launch_tools import case_names
 from rank_jobs import each_case
 
 from dgc.errors import TransportError
@@ -20,9 +20,8 @@ test_mpi_transport = each_case(WORKERS / "mpi_cases.py", KINDS, more=case_names(
 
 
 @pytest.mark.mpi
-def test_one_rank():
-    result = run_mpi(
-        1,
+def test_one_rank(ranks):
+    result = ranks.run(
         """
 import numpy as np
 from dgc.transport.mpi import MPITransport
@@ -35,6 +34,8 @@ out = np.empty((1, 2), np.uint8)
 transport.allgather(np.array([1, 2], np.uint8), out)
 report([array, out])
 """,
+        1,
+        launcher="single",
     )
     assert result.values == [[[0, 1, 2], [[1, 2]]]]
 

@@ -320,20 +320,6 @@ def an_open_shape():
     m.assert_raises(step, "needs a fixed one")
 
 
-@case
-def a_state_of_another_rank_or_model():
-    model = m.make_model()
-    compression = dgc.Compression.dgc(momentum=0.0)
-    m.tape_step(model, compression)
-    state = compression.state_dict()
-    m.assert_raises(lambda: compression.load_state_dict({**state, "rank": 1 - hvd.rank()}), "belongs to rank")
-    m.assert_raises(lambda: compression.load_state_dict({**state, "size": 4}), "resize=True")
-    other = dgc.Compression.dgc(momentum=0.0)
-    v = tf.Variable(tf.ones([40, 40]))
-    m.reduced(lambda: tf.reduce_sum(v**2), [v], other)
-    m.assert_raises(lambda: other.load_state_dict(state), "another model")
-
-
 @case("keras3")
 def horovods_keras_3_optimizer_diverges_and_is_refused_with_our_compressor():
     model = m.compile_model(dgc.Compression.none, wrapper=False)

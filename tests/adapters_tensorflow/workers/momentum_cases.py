@@ -51,17 +51,6 @@ def equals_paddle_from_before_the_rampup_to_its_end():
         optimizer.close()
 
 
-@case
-def entries_sent_follow_the_rampup():
-    own = make_variables()
-    optimizer = make(rampup_begin_step=2, rampup_step=5, sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999])
-    expected = [mm.COMPRESSED] * 2 + [2 * k for k in (4096, 1024, 256, 65, 16, 16, 16)]
-    for step, count in enumerate(expected):
-        train(optimizer, own, 1, step)
-        assert optimizer.stats.last.entries_sent == count, (step, optimizer.stats.last.entries_sent)
-    optimizer.close()
-
-
 def compressed(own, **options):
     optimizer = make(**options)
     train(optimizer, own, 2)

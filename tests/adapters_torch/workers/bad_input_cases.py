@@ -163,22 +163,6 @@ def sparse_gradients():
 
 
 @case
-def a_gradient_of_an_unregistered_parameter():
-    model, stranger = make_model(), torch.nn.Linear(40, 40)
-    everything = [*model.named_parameters(), *((f"stranger.{n}", p) for n, p in stranger.named_parameters())]
-    compression = dgc.Compression.dgc(model.named_parameters(), optimizer=sgd(model))
-    both = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
-    optimizer = hvd.DistributedOptimizer(both, named_parameters=everything, compression=compression)
-
-    def one_step():
-        (loss_of(model, 0) + stranger(torch.randn(4, 40)).sum()).backward()
-        optimizer.step()
-
-    on_every_rank(dgc.LayoutError, "belongs to no parameter", one_step)
-    compression.close()
-
-
-@case
 def one_compressor_shared_by_two_models_in_way_a():
     model, other = make_model(), make_model(seed=1)
     compression = dgc.Compression.dgc(model.named_parameters(), optimizer=sgd(model))
@@ -278,24 +262,6 @@ def momentum_that_differs_between_ranks_in_a_step():
 
 
 @case
-def options_out_of_range():
-    for options, match in (
-        ({"sparsity": 1.0}, r"\[0, 1\)"),
-        ({"sparsity": [0.5, -0.1]}, r"\[0, 1\)"),
-        ({"values": "float12"}, "float16"),
-        ({"indices": "int9"}, "uint16"),
-        ({"transport": "carrier pigeon"}, "mpi"),
-        ({"loss_scale": -1.0}, "loss_scale"),
-    ):
-        model = make_model()
-        for way in "ab":
-            on_every_rank(
-                dgc.ConfigError, match, lambda way=way, o=options, m=model: wrap(way, m, sgd(m), **o), f"{way}{options}"
-            )
-    on_every_rank(TypeError, "sparsity.*loss_scale", lambda: dgc.Compression.dgc(sparcity=0.9))
-
-
-@case
 def a_single_rank_with_bad_options():
     """Rank 1 alone fails while building: rank 0 must not wait for it."""
     model = make_model()
@@ -327,26 +293,6 @@ def a_checkpoint_of_another_layout_or_number_of_ranks():
         dgc.LayoutError, "sparsified when the state was saved|another model", lambda: another.load_state_dict(state)
     )
     train(optimizer, model, 1)
-
-
-@case
-def one_rank_failing_inside_compress():
-    """Rank 1's gradient has another device's or type's shape, or its kernel fails: both ranks hear of it."""
-    for way, model, optimizer, compression in each_way(sparsity=0.9, bucket_bytes=8192):
-        train(optimizer, model, 2)
-        if hvd.rank() == 1:
-
-            def broken(*args, **kwargs):
-                raise MemoryError("no room on this rank")
-
-            compression.engine.exchange._buckets[-1].encoder._kernels = type(
-                "Broken", (), {"accumulate_and_select": broken}
-            )()
-        error = on_every_rank(
-            dgc.DGCError, "rank 1.*step 2.*no room on this rank", lambda o=optimizer, m=model: train(o, m, 1), way
-        )
-        assert isinstance(error, dgc.RemoteError)
-        compression.close()
 
 
 @case

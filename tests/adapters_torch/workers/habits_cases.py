@@ -76,10 +76,6 @@ def quiet(function, *args, **kwargs):
 # -- synchronize() ---------------------------------------------------------------------------------------------------
 
 
-def step_plainly(optimizer, model, scaler):
-    optimizer.step()
-
-
 def clip(optimizer, model, scaler):
     if scaler is not None:
         scaler.unscale_(optimizer)

@@ -103,24 +103,6 @@ def equals_paddle_from_before_the_rampup_to_its_end():
 
 
 @case
-def before_the_rampup_it_is_momentum_sgd_on_the_mean():
-    for nesterov, decay in itertools.product((False, True), (0.0, 0.01)):
-        own = parameters()
-        other = twin(own)
-        optimizer = make(own, rampup_begin_step=100, use_nesterov=nesterov, regularization=L2Decay(decay))
-        sgd = torch.optim.SGD(other, lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=decay)
-        train(optimizer, own, 20)
-        for step in range(20):
-            for i, p in enumerate(other):
-                p.grad = sum(gradient(p, step, i, rank) for rank in range(hvd.size())) / hvd.size()
-            sgd.step()
-        if decay == 0 and not nesterov:
-            assert_bits_equal(own, other)
-        for p, e in zip(own, other, strict=True):
-            assert (p - e).abs().max() <= 1e-6 * e.abs().max()
-
-
-@case
 def entries_sent_follow_the_rampup():
     own = parameters()
     optimizer = make(own, rampup_begin_step=2, rampup_step=5, sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999])

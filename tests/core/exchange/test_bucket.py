@@ -21,7 +21,7 @@ from dgc.core.header import HEADER_BYTES
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
-from dgc.errors import ConfigError, LayoutError, WireError
+from dgc.errors import LayoutError, WireError
 from dgc.transport.local import run_ranks
 
 
@@ -74,18 +74,6 @@ def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bu
     errors = errors_of(2, rank)
     assert str(errors[0]).startswith(expected)
     assert "MemoryError: no room" in str(errors[1])
-
-
-def test_momentum_that_differs_between_ranks_is_an_error_on_all_ranks():
-    specs = parameters()
-
-    def rank(transport):
-        exchange = make_exchange(transport, momentum=0.9)
-        exchange.hyper.momentum[1] = 0.8 if transport.rank == 1 else 0.9
-        run_step(exchange, [gradient(0, 0, i, p.numel) for i, p in enumerate(specs)])
-
-    errors = errors_of(3, rank)
-    assert all(isinstance(e, ConfigError) and "disagree in step 0" in str(e) for e in errors), errors
 
 
 @pytest.mark.parametrize("kernels", [NumbaKernels(1), ReferenceKernels()], ids=lambda k: k.name)

@@ -8,7 +8,7 @@ import pytest
 from exchange_tools import dense_sgd, errors_of, gradient, make_exchange, parameters, run_step, train, worst
 
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
+from dgc.errors import ConfigError, DGCError
 from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks
 
@@ -168,28 +168,6 @@ def test_a_rank_that_fails_is_told_to_all_ranks_of_all_nodes(failing):
     assert all(f"node {failing // 2} failed in step 1: rank {failing}: the lights are out" in text for text in others)
 
 
-def test_a_missing_gradient_of_one_rank_is_an_error_of_all():
-    def rank(transport):
-        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9)
-        for i in range(len(parameters()) - (transport.rank == 1)):
-            g = gradient(0, transport.rank, i, parameters()[i].numel)
-            exchange.submit(i, g, np.empty_like(g))
-        exchange.finish()
-
-    assert all("no gradient of 'head.weight'" in str(e) for e in errors_of(4, rank))
-
-
-def test_options_that_differ_within_a_node_are_an_error_of_all():
-    def rank(transport):
-        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9)
-        if transport.rank == 3:
-            exchange.hyper.momentum = [0.5] * len(parameters())
-        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())])
-
-    errors = errors_of(4, rank)
-    assert all(isinstance(e, TransportError) and "rank 3 came to another message" in str(e) for e in errors), errors
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_collect_its_gradients_leaves_nobody_in_the_sum(failing):
     def poor(step, bucket):
@@ -223,24 +201,3 @@ def test_a_gradient_that_is_not_finite_refuses_the_step_of_all_and_is_told_once_
     texts = [str(w.message) for w in recwarn if "NaN, infinity" in str(w.message)]
     assert len(texts) == 2
     assert any("met by node 1 in the gradient of 'fc.weight'" in text for text in texts)
-
-
-def test_a_state_of_nodes_is_loaded_by_such_nodes_alone():
-    def save(transport):
-        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, momentum=0.9)
-        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())])
-        return exchange.state_dict()
-
-    states = run_ranks(4, save)
-    assert [(s["rank"], s["size"], s["nodes"]) for s in states] == [(r, 4, 2) for r in range(4)]
-
-    def load(transport, nodes):
-        over = HierarchicalTransport(transport, nodes) if nodes else transport
-        exchange = make_exchange(over, sparsity=0.9, momentum=0.9)
-        exchange.load_state_dict(states[transport.rank])
-        return exchange.state_dict()["step"]
-
-    assert run_ranks(4, load, PAIRS) == [1] * 4
-    for other in (None, [0, 1, 2, 3]):
-        with pytest.raises(LayoutError, match="one of 2 nodes"):
-            run_ranks(4, load, other)

@@ -5,7 +5,7 @@ import pytest
 from contract_tools import CASES as COMPRESSORS
 from contract_tools import make_exchange as make_compressor_exchange
 from contract_tools import specs as contract_specs
-from exchange_tools import SHAPES, gradient, make_exchange, parameters, run_step
+from exchange_tools import gradient, make_exchange, parameters, run_step
 from fake_device import fake_kernels, host
 
 from dgc.core.exchange.exchange import Stage
@@ -27,7 +27,6 @@ OPTIONS = {
     "few bits": {"sparsity": 0.9, "momentum": 0.9, "indices": "elias_fano", "values": "int2", "small": "int3"},
     "coded": {"sparsity": 0.9, "momentum": 0.9, "small": "int8", "bucket_bytes": 2048},
 }
-COUNT = len(SHAPES)
 
 
 def grads_of(step, rank, specs):
@@ -122,69 +121,7 @@ def test_the_sent_entries_return_as_in_a_refused_step(name):
     run_ranks(2, one_rank)
 
 
-def test_a_step_counts_at_once_where_updates_are_not_reported():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **OPTIONS["momentum"])
-        run_step(exchange, grads_of(0, transport.rank, parameters()))
-        assert exchange.latest.stage is not Stage.EXCHANGED
-        assert not exchange.drop()
-        exchange.close()
-
-    run_ranks(2, one_rank)
-
-
-def test_what_was_kept_goes_when_the_next_step_begins():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **OPTIONS["momentum"])
-        exchange.awaits_update = True
-        grads = grads_of(0, transport.rank, parameters())
-        run_step(exchange, grads)
-        assert exchange.latest.stage is Stage.EXCHANGED
-        exchange.submit(0, grads[0], np.empty_like(grads[0]))
-        assert exchange.latest.stage is not Stage.EXCHANGED
-        for i in range(1, COUNT):
-            exchange.submit(i, grads[i], np.empty_like(grads[i]))
-        exchange.finish()
-        exchange.close()
-
-    run_ranks(2, one_rank)
-
-
 # -- refused steps; reset and load -----------------------------------------------------------------
-
-
-def test_a_refused_step_is_not_dropped_as_well():
-    def one_rank(transport):
-        specs = parameters()
-        exchange = make_exchange(transport, **OPTIONS["momentum"])
-        exchange.awaits_update = True
-        run_step(exchange, grads_of(0, transport.rank, specs))
-        exchange.applied()
-        spoilt = grads_of(1, transport.rank, specs)
-        spoilt[2][5] = np.inf
-        assert run_step(exchange, spoilt)[0]
-        after = everything(exchange)
-        assert not exchange.drop()
-        assert everything(exchange) == after
-        exchange.close()
-
-    run_ranks(2, one_rank)
-
-
-@pytest.mark.parametrize("what", ["reset", "load"])
-def test_after_a_reset_or_a_load_there_is_nothing_to_drop(what):
-    def one_rank(transport):
-        exchange = make_exchange(transport, **OPTIONS["momentum"])
-        exchange.awaits_update = True
-        run_step(exchange, grads_of(0, transport.rank, parameters()))
-        if what == "reset":
-            exchange.reset()
-        else:
-            exchange.load_state_dict(exchange.state_dict())
-        assert not exchange.drop()
-        exchange.close()
-
-    run_ranks(2, one_rank)
 
 
 # -- between the exchange and the update ---------------------------------------------------------------------------

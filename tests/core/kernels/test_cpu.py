@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_tools import FLAGS, KINDS, LENGTHS, as_type, bits, check_selection, entries, offsets_of
 
-from dgc.core.kernels import sweep
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import TILE, NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
@@ -177,20 +176,6 @@ def test_a_gradient_that_overflows_when_scaled_is_met(numba_kernels):
     np.testing.assert_array_equal(v, 0)
 
 
-def test_padding_between_segments_stays_untouched(numba_kernels):
-    lengths = [5, 70, 4097]
-    offsets, size = offsets_of(lengths)
-    u, v = np.full(size, 7, np.float32), np.full(size, 7, np.float32)
-    work = [SegmentWork(np.ones(n, np.float32), None, o, n, n, 0.9) for n, o in zip(lengths, offsets, strict=True)]
-    chosen = numba_kernels.accumulate_and_select(work, u, v, numba_kernels.new_thresholds(3))
-    inside = np.zeros(size, bool)
-    for n, o in zip(lengths, offsets, strict=True):
-        inside[o : o + n] = True
-    assert np.all(u[~inside] == 7)
-    assert np.all(v[~inside] == 7)
-    np.testing.assert_array_equal(chosen.positions, np.flatnonzero(inside))
-
-
 def test_gradients_stay_as_they_are(numba_kernels):
     g = np.array([1, np.nan, 3] * 100, np.float32)
     copy = g.copy()
@@ -258,18 +243,6 @@ def test_what_is_not_finite_in_a_residual_comes_first(threads, size, broken, sha
             assert np.isin(positions, bad).all()
         else:
             assert np.isin(bad, positions).all()
-
-
-def test_finite_gradients_that_overflow_v():
-    size = 10_000
-    kernels = NumbaKernels(2)
-    u, v, g = np.zeros((3, size), np.float32)
-    g[::100] = 1.5e38
-    for _ in range(4):
-        thresholds = kernels.new_thresholds(1)
-        chosen = kernels.accumulate_and_select([SegmentWork(g, None, 0, size, 5, 0.0)], u, v, thresholds)
-        assert len(chosen.positions) == 5
-        assert (chosen.positions % 100 == 0).all()
 
 
 # -- selected places ---------------------------------------------------------------------------------------------------
@@ -463,39 +436,11 @@ def test_overlapping_buckets_equal_buckets_in_turn(threads):
         np.testing.assert_array_equal(a[1], b[1])
 
 
-def test_the_reference_begins_when_asked_for_the_result():
-    wanted, got = Buckets(ReferenceKernels()), Buckets(ReferenceKernels())
-    got.kernels.begin_selection(got.work(0, 0), *got.states[0], got.thresholds[0])
-    assert not np.any(got.states)
-    wanted.in_turn(0)
-    got.overlapping(0)
-    assert not got.kernels.overlaps
-    np.testing.assert_array_equal(wanted.states, got.states)
-
-
 def test_a_pass_may_be_finished_by_another_thread():
     buckets = Buckets(NumbaKernels(2))
     finish = buckets.kernels.begin_selection(buckets.work(0, 0), *buckets.states[0], buckets.thresholds[0])
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(finish).result().positions.size
-
-
-def test_overlapping_passes_keep_their_scratch_arrays(monkeypatch):
-    made = []
-
-    class Counted(sweep.Scratch):
-        def __init__(self, *sizes):
-            made.append(sizes)
-            super().__init__(*sizes)
-
-    monkeypatch.setattr(sweep, "Scratch", Counted)
-    buckets = Buckets(NumbaKernels(2))
-    for step in range(3):
-        buckets.overlapping(step)
-    grown = len(made)
-    for step in range(3, 6):
-        buckets.overlapping(step)
-    assert 2 <= grown == len(made)
 
 
 def test_results_that_cannot_be_written_are_refused():
