@@ -104,18 +104,6 @@ def test_a_state_is_kept_until_there_is_an_engine():
     run_ranks(2, one_rank)
 
 
-def test_ranks_that_load_an_empty_state_and_another_one_are_told():
-    def one_rank(transport):
-        compressor = Compressor(transport)
-        compressor.bind()
-        state = compressor.state_dict()  # of step 0, like the empty one
-        compressor.load_state_dict(dict(EMPTY))
-        with pytest.raises(LayoutError, match="states differ between ranks"):
-            compressor.load_state_dict(state if transport.rank else dict(EMPTY))
-
-    run_ranks(2, one_rank)
-
-
 def test_reset_and_load_begin_a_new_generation():
     def one_rank(transport):
         compressor = Compressor(transport)
@@ -158,8 +146,3 @@ def test_a_list_of_sparsities_without_a_ramp_up_is_a_warning(recwarn):
     assert not recwarn.list
     with pytest.warns(RuntimeWarning, match=r"the sparsities, 0\.9, holds from step 6 on: give rampup_step="):
         Compressor(None, sparsity=[0.5, 0.9], rampup_begin_step=5)
-
-
-def test_a_loss_scale_is_read_at_once():
-    with pytest.raises(ConfigError, match="loss_scale"):
-        Compressor(None, loss_scale="much")

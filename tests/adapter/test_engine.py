@@ -1,16 +1,10 @@
 """The shared half of an engine, over ranks that are threads."""
 
-import gc
-import threading
-import time
-
 import numpy as np
 import pytest
 from fakes import FakeEngine
 
-from dgc.adapter.engine import EMPTY, is_empty
 from dgc.core.compressors import make_config
-from dgc.errors import LayoutError, RemoteError
 from dgc.transport.local import run_ranks
 
 CONFIG = make_config({"momentum": 0.5, "sparsity": 0.9, "min_numel": 64, "rampup_begin_step": 0})
@@ -60,61 +54,6 @@ def test_counters_and_norms_are_those_of_all_exchanges():
         assert min(norms) > 0
 
     run_ranks(2, one_rank)
-
-
-def test_a_state_of_all_exchanges_is_one_and_an_empty_one_resets():
-    def one_rank(transport):
-        engine = FakeEngine(transport, CONFIG)
-        none = FakeEngine(transport, CONFIG, ())
-        assert is_empty(none.state_dict())
-        none.close(keep_transport=True)
-        engine.step()
-        saved, norm = engine.state_dict(), engine.residual_norm()
-        assert list(saved) == ["format", "step", "parameters", "rank", "size", "op", "count"]
-        assert set(saved["parameters"]) == {"a", "b"}
-        assert not is_empty(saved)
-        for empty in (EMPTY, {}):
-            engine.step(1)
-            engine.load_state_dict(dict(empty))
-            assert engine.residual_norm() == 0
-            assert engine.state_dict()["step"] == 0
-        assert engine.cleared == 2
-        engine.load_state_dict(saved)
-        assert engine.residual_norm() == norm
-        assert engine.cleared == 2
-
-    run_ranks(2, one_rank)
-
-
-def test_errors_of_a_construction_reach_all_ranks():
-    def one_rank(transport):
-        with pytest.raises(ValueError if transport.rank else RemoteError, match="no memory"):
-            FakeEngine(transport, CONFIG, bad=transport.rank == 1)
-        with pytest.raises(LayoutError, match=r"tensors differ between ranks: 'a'.*Give every rank the same tensors"):
-            FakeEngine(transport, CONFIG, numel=2048 + 64 * transport.rank)
-
-    run_ranks(2, one_rank)
-
-
-def test_an_engine_that_is_dropped_ends_its_threads():
-    before = set(threading.enumerate())
-    seen = []
-
-    def one_rank(transport):
-        engine = FakeEngine(transport, CONFIG)
-        engine.step()
-        seen.append(set(threading.enumerate()))
-
-    def left():
-        return set(threading.enumerate()) - before
-
-    run_ranks(2, one_rank)
-    assert len(seen[-1] - before) > 2, "the ranks themselves are threads"
-    gc.collect()
-    deadline = time.monotonic() + 300
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left()
 
 
 @pytest.mark.parametrize("waits", [False, True])

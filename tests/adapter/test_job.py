@@ -1,6 +1,5 @@
 """The shared half of what is asked of Horovod."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,6 @@ from fakes import FakeHorovod, FakeSet
 
 from dgc.adapter.job import check_placeholder
 from dgc.errors import ConfigError
-from dgc.transport.local import local_world
 
 
 def test_what_is_missing_is_said():
@@ -21,25 +19,6 @@ def test_what_is_missing_is_said():
     with pytest.raises(ConfigError, match=r"call hvd.init\(\) before anything of dgc.frame"):
         FakeHorovod(initialized=False).module()
     assert FakeHorovod(initialized=False).module(initialized=False)
-
-
-def test_elastic_is_refused(monkeypatch):
-    horovod = FakeHorovod()
-    assert horovod.require_ready() is horovod.hvd
-    monkeypatch.setitem(os.environ, "HOROVOD_ELASTIC", "1")
-    with pytest.raises(ConfigError, match="elastic"):
-        horovod.require_ready()
-
-
-@pytest.mark.parametrize("choice", [None, 3, b"mpi"])
-def test_what_is_no_name_and_no_transport_is_refused(choice):
-    with pytest.raises(ConfigError, match="must be one of auto, mpi, horovod or a Transport, got"):
-        FakeHorovod().make_transport(choice)
-
-
-def test_a_transport_is_returned_as_it_is_without_asking_anybody():
-    (given,) = local_world(1)
-    assert FakeHorovod(initialized=False).make_transport(given) is given
 
 
 def test_the_process_set_of_two_is_the_one_that_is_named():
@@ -63,14 +42,6 @@ def test_who_is_alone():
     assert horovod.is_alone(FakeSet(1, [0])) is True
     assert horovod.is_alone(FakeSet(1, [1, 2])) is True
     assert FakeHorovod(initialized=False).is_alone() is None
-
-
-def test_members_only():
-    horovod = FakeHorovod()
-    with pytest.raises(ConfigError, match="Horovod does not know"):
-        horovod.of(FakeSet(None, [0])).require_member()
-    with pytest.raises(ConfigError, match="rank 0 is not in"):
-        horovod.of(FakeSet(2, [1])).require_member()
 
 
 def test_names_are_new_each_time():

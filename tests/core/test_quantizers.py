@@ -10,7 +10,6 @@ from dgc.core import loops
 
 KEY = np.uint64(0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 5, 7, 8, 63, 64, 65, 511, 512, 513, 4999]
-LARGEST = np.finfo(np.float32).max
 rng = np.random.default_rng(0)
 
 
@@ -119,23 +118,6 @@ def test_dorefa_has_levels_at_odd_multiples(bits):
 # -- the loops -------------------------------------------------------------------------------------------------------
 
 
-def uniform(n, key=KEY):
-    """SplitMix64 in Python's integers."""
-    mask, found = 2**64 - 1, np.empty(n)
-    for i in range(n):
-        z = (int(key) + (i + 1) * 0x9E3779B97F4A7C15) & mask
-        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
-        found[i] = ((z ^ z >> 31) >> 32) / 2**32
-    return found
-
-
-def test_random_numbers_are_those_of_splitmix64():
-    out = np.empty(1000)
-    loops.uniform(KEY, out)
-    np.testing.assert_array_equal(out, uniform(1000))
-
-
 def test_random_numbers_are_uniform_and_independent():
     out, other = np.empty(200_000), np.empty(200_000)
     loops.uniform(KEY, out)
@@ -167,64 +149,3 @@ def test_trits(n):
     np.testing.assert_array_equal(out, np.pad(codes, (0, -n % 5)).reshape(-1, 5) @ 3 ** np.arange(5))
     assert loops.unpack_trits(out, back)
     np.testing.assert_array_equal(back, codes)
-
-
-def test_a_byte_that_is_no_five_trits_is_noticed():
-    codes = np.empty(5, np.uint8)
-    assert loops.unpack_trits(np.array([242], np.uint8), codes)
-    np.testing.assert_array_equal(codes, 2)
-    assert not loops.unpack_trits(np.array([243], np.uint8), codes)
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("levels", [1, 7, 127])
-@pytest.mark.parametrize("limit", [np.inf, 0.8])
-def test_rounding_to_signed_levels(n, levels, limit):
-    x, group = rng.standard_normal(n).astype(np.float32), 100
-    scales = np.array([np.abs(x[i : i + group]).max() for i in range(0, n, group)], np.float32)
-    scales[1:2] = 0
-    codes, out = np.empty(n, np.uint8), np.empty(n, np.float32)
-    loops.round_signed(x, scales, group, limit, levels, KEY, codes)
-    scale = np.repeat(scales.astype(np.float64), group)[:n]
-    factor = np.divide(levels, scale, out=np.zeros_like(scale), where=scale > 0)
-    level = np.minimum(levels, np.minimum(np.abs(x.astype(np.float64)), limit) * factor + uniform(n)).astype(np.int64)
-    level[scale == 0] = 0
-    np.testing.assert_array_equal(codes, levels + np.where(x < 0, -level, level))
-    assert loops.scale_signed(codes, scales, group, levels, out)
-    unit = np.repeat(scales / np.float32(levels), group)[:n]
-    np.testing.assert_array_equal(out, (codes.astype(np.float32) - np.float32(levels)) * unit)
-
-
-def test_levels_beyond_the_largest_are_noticed_and_the_largest_float_stays_finite():
-    codes, out = np.array([0, 127, 254], np.uint8), np.empty(3, np.float32)
-    assert loops.scale_signed(codes, np.array([LARGEST]), 3, 127, out)
-    np.testing.assert_allclose(out, [-LARGEST, 0, LARGEST], rtol=1e-6)
-    codes[1] = 255
-    assert not loops.scale_signed(codes, np.array([LARGEST]), 3, 127, out)
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("levels", [1, 3, 255])
-def test_rounding_within_a_span(n, levels):
-    x = rng.uniform(-2, 2, n).astype(np.float32)
-    codes, out = np.empty(n, np.uint8), np.empty(n, np.float32)
-    loops.round_span(x, 2.0, levels, KEY, codes)
-    place = (x.astype(np.float64) / 4 + 0.5) * levels
-    np.testing.assert_array_equal(codes, np.clip(np.floor(place + uniform(n)), 0, levels))
-    loops.scale_span(codes, np.float32(2), levels, out)
-    np.testing.assert_allclose(out, (2.0 * codes - levels) / levels * 2, rtol=1e-6)
-
-
-@pytest.mark.parametrize("n", SIZES[1:])
-@pytest.mark.parametrize("mean", [0.0, 1000.0])
-def test_norms_and_spread(n, mean):
-    x = (mean + rng.standard_normal(n)).astype(np.float32)
-    for group in (50, 512):
-        parts = [x[i : i + group].astype(np.float64) for i in range(0, n, group)]
-        for squared, norm in ((False, lambda p: np.abs(p).max()), (True, np.linalg.norm)):
-            out = np.empty(len(parts))
-            loops.norms(x, group, squared, out)
-            np.testing.assert_allclose(out, [norm(part) for part in parts], rtol=1e-12)
-    largest, deviation = loops.spread(x)
-    assert largest == np.abs(x).max()
-    assert deviation == pytest.approx(np.std(x, dtype=np.float64), rel=1e-9, abs=1e-9)

@@ -111,13 +111,3 @@ def test_another_mpi_than_horovods_is_refused_with_the_command(mpi):
     mpi.running.Is_initialized = lambda: False
     with pytest.raises(TransportError, match="pip install --no-binary mpi4py mpi4py"):
         chosen("mpi")
-
-
-def test_an_unknown_name_on_any_rank_is_named(mpi):
-    with pytest.raises(ConfigError, match="rank 2 got 'nccl'"):
-        chosen("auto", others=[(1, "auto", None), (2, "nccl", None)])
-
-
-def test_differing_names_are_listed_in_the_order_of_the_ranks(mpi):
-    with pytest.raises(ConfigError, match=r"'mpi' on rank 0, 'horovod' on rank 1, 'auto' on rank 3. Give every rank"):
-        chosen("mpi", others=[(1, "horovod", None), (2, "mpi", None), (3, "auto", None)])

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from dgc.core.transport import Transport
 from dgc.errors import TransportError
 from dgc.transport import choice as horovod
 from dgc.transport.choice import HorovodTransportBase
@@ -33,22 +32,6 @@ class OverThreads(HorovodTransportBase):
 
 def on_ranks(act, ranks=RANKS):
     return run_ranks(ranks, lambda transport: act(OverThreads(transport)))
-
-
-def test_it_is_a_transport():
-    assert on_ranks(lambda t: (isinstance(t, Transport), t.name, t.rank)) == [
-        (True, "horovod", r) for r in range(RANKS)
-    ]
-
-
-@pytest.mark.parametrize("length", [0, 1, 100])
-def test_row_r_is_rank_rs_message(length):
-    def act(transport):
-        out = np.full((RANKS, length), 9, np.uint8)
-        transport.allgather(np.full(length, transport.rank, np.uint8), out)
-        return out.tolist(), transport.gathered
-
-    assert on_ranks(act) == [([[r] * length for r in range(RANKS)], [length] if length else [])] * RANKS
 
 
 def numbers(rank, n, dtype="float32"):
@@ -110,23 +93,3 @@ def test_messages_of_different_sizes_are_an_error():
             Cut(transport).allgather(np.zeros(4, np.uint8), np.zeros((RANKS, 4), np.uint8))
 
     run_ranks(RANKS, act)
-
-
-def test_closed_or_shut_down_it_refuses_before_it_asks_anybody():
-    def act(transport):
-        calls = (
-            lambda: transport.allreduce(np.zeros(1, np.float32)),
-            lambda: transport.allgather(np.zeros(0, np.uint8), np.zeros((1, 0), np.uint8)),
-        )
-        transport.running = False
-        for call in calls:
-            with pytest.raises(TransportError, match=r"stop exchanging before hvd.shutdown\(\)"):
-                call()
-        transport.close()
-        transport.close()
-        for call in calls:
-            with pytest.raises(TransportError, match="is closed"):
-                call()
-        return transport.gathered
-
-    assert on_ranks(act, 1) == [[]]

@@ -22,25 +22,15 @@ def batches(gap, of=None):
     return 3 + gap * order.index(hvd.rank() if of is None else of)
 
 
-def tape_run(gap, options=None, momentum=0.9):
+def tape_run(gap, options=None):
     """Dense, by Horovod's tape, without options; returns the model, its optimizer, the compressor and one step."""
-    model = m.make_model()
-    inner = m.keras.optimizers.SGD(0.05, momentum=momentum)
-    compression = None if options is None else dgc.Compression.dgc(optimizer=inner, **options)
-    library = hvd if options is None else dgc
-    variables = m.raw(model.trainable_variables)
-
-    @tf.function
-    def one_step(x, y):
-        with tf.GradientTape() as tape:
-            loss = m.loss_function(y, model(x))
-        given = dgc.Compression.none if compression is None else compression
-        tape = library.DistributedGradientTape(tape, compression=given)
-        inner.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables, strict=True))
+    model, inner = m.make_model(), m.keras.optimizers.SGD(0.05, momentum=0.9)
+    compression, library = m.compressor("dense" if options is None else "wrapper", model, inner, **(options or {}))
+    one_step = m.stepper(model, inner, compression, library)
 
     def train(steps, start=0):
         for step in range(start, start + steps):
-            one_step(*map(tf.constant, m.batch(step)))
+            one_step(step)
 
     train(batches(gap))
     return model, inner, compression, train

@@ -23,25 +23,6 @@ def state_after(steps):
     return state
 
 
-def norm_of(state):
-    kept = [entry[key] for entry in state["parameters"].values() for key in ("v", "error") if key in entry]
-    return sum(float((array**2).sum()) for array in kept) ** 0.5
-
-
-@case
-def a_state_loaded_before_binding_is_taken_over():
-    state = state_after(3)
-    model = make_model()
-    compression = dgc.Compression.dgc(sparsity=0.9)
-    assert compression.state_dict() == {"format": 1, "step": 0, "parameters": {}}
-    compression.load_state_dict(state)
-    assert compression.state_dict()["step"] == 3
-    dgc.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression)
-    assert compression.describe()["step"] == 3
-    assert abs(compression.residual_norm - norm_of(state)) < 1e-5 * norm_of(state)
-    compression.close()
-
-
 @case
 def a_state_loaded_before_binding_on_one_rank_only_is_refused_and_can_be_mended():
     state = state_after(2)

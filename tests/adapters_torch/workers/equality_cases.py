@@ -185,23 +185,6 @@ def groups_keep_their_own_options():
 
 
 @case
-def another_optimizer_keeps_its_own_state():
-    """Adam is not adopted: at sparsity 0 the run equals Adam on averaged gradients."""
-
-    def make(m):
-        return torch.optim.Adam(m.parameters(), lr=0.01, weight_decay=0.01)
-
-    for way in "ab":
-        model = make_model()
-        expected = dense_reference(model, 5, make=make)
-        optimizer, compression = wrap(way, model, make(model), sparsity=0.0, values="float32")
-        train(optimizer, model, 5)
-        assert worst_difference(model, expected) <= 1e-3  # Adam divides by small numbers
-        assert optimizer.param_groups[0]["weight_decay"] == 0.01
-        assert max(compression.engine.adoption.hyper.momentum) == 0
-
-
-@case
 def stock_groups_work_in_way_a():
     for groups in (2, None):
         model = make_model()

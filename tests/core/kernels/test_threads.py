@@ -6,10 +6,9 @@ import threading
 
 import numpy as np
 import pytest
-from kernel_tools import LAUNCHER_VARIABLES, offsets_of, run_script
+from kernel_tools import LAUNCHER_VARIABLES, run_script
 
 from dgc.core.kernels import threads as threads_module
-from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.threads import Team, Work, available_cores, default_threads
 from dgc.errors import ConfigError
@@ -118,28 +117,6 @@ def test_a_dropped_backend_leaves_no_thread():
         """
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_results_do_not_depend_on_the_number_of_threads():
-    lengths = [200_000, 17, 5000, 300_001, 64]
-    offsets, size = offsets_of(lengths)
-    outcomes = []
-    for threads in (1, 2):
-        kernels, rng = NumbaKernels(threads), np.random.default_rng(0)
-        u, v, thresholds = np.zeros(size, np.float32), np.zeros(size, np.float32), kernels.new_thresholds(len(lengths))
-        seen = []
-        for step in range(15):
-            factor = np.float32(1000 if step == 7 else 1)
-            work = [
-                SegmentWork(rng.standard_normal(n).astype(np.float32) * factor, None, o, n, max(1, n // 200), 0.9)
-                for n, o in zip(lengths, offsets, strict=True)
-            ]
-            chosen = kernels.accumulate_and_select(work, u, v, thresholds)
-            kernels.take_out(u, v, chosen.positions, chosen.values, masking=True)
-            seen += [chosen.positions, chosen.values, thresholds.copy()]
-        outcomes.append([*seen, u, v])
-    for one, two in zip(*outcomes, strict=True):
-        np.testing.assert_array_equal(one, two)
 
 
 def test_threads_are_the_share_of_the_host(bare_environment):
