@@ -268,6 +268,8 @@ def test_every_other_pair_is_an_error_of_this_package():
         exchange.latest.stage = Stage.NONE
 
     assert not IGNORED & TABLE.keys()
+    unasked = {(stage, event) for stage in set(Stage) - {Stage.EXCHANGED} for event in (Event.APPLY, Event.DROP)}
+    assert unasked <= IGNORED, "an update, or none, after a step that waits for no update changes nothing"
     alone(row)
 
 
