@@ -22,6 +22,7 @@ import numpy as np
 
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.records import StepOptions
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.transport import Transport
@@ -85,7 +86,7 @@ class _Steps:
     def __init__(self, config: DGCConfig, transport: Transport, rows: int) -> None:
         layout = make_layout([Parameter("tensor", (rows, _COLUMNS), "float32")], config)
         self._exchange = Exchange(layout, config, transport, choose_kernels("cpu"))
-        self._exchange.defers = not config.exclude
+        self._options = StepOptions(defers=not config.exclude)
         self._numel, self._taken = layout.numel, 0
         last = _SHIFT * (_WARM_STEPS + _STEPS)
         self._values = np.random.default_rng(transport.rank).standard_normal(layout.numel + last, np.float32)
@@ -95,6 +96,7 @@ class _Steps:
         # Another gradient in each step, as in training: one and the same would make residuals grow steadily.
         gradient = self._values[_SHIFT * self._taken :][: self._numel]
         self._taken += 1
+        self._exchange.begin(self._options)
         self._exchange.submit(0, gradient, self._result, self._parameter)
         self._exchange.finish()
         if not self._exchange.deferred():

@@ -54,7 +54,6 @@ class EngineBase(abc.ABC):
         between: what carries gradients: that transport, or one among nodes whose ranks send as one.
         adoption: what was taken over from the optimizer.
         layout: of all tensors that may be exchanged, or of those that are.
-        joins: see :class:`~dgc.core.exchange.exchange.Exchange`.
         observers: are called with the figures of each step.
         follows: whether ranks without data make the same update as the others after the latest step.
     """
@@ -77,7 +76,6 @@ class EngineBase(abc.ABC):
         self._is_closed = self.follows = False
         self.observers: list[Observer] = []
         self._told = self._refused = 0
-        self.joins = 0
         self._nodes: list[Transport] = []  # what construction opens beside the caller's transport
 
     # -- the framework's half ------------------------------------------------------------------------------------

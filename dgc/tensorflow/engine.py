@@ -19,7 +19,7 @@ from dgc.adapter.engine import EngineBase, warn_of_unmatched
 from dgc.adapter.rehearsal import compiled
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.exchange.records import Hyper
+from dgc.core.exchange.records import Hyper, StepOptions
 from dgc.core.header import Flags
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Layout, make_layout
@@ -92,6 +92,7 @@ class Group:
         learning_rate: float | None,
         *,
         follows: bool,
+        joins: int = 0,
     ) -> tuple[list[np.ndarray], int]:
         """Exchange one step; returns results in the variables' shapes, float32 or float64, and APPLY or REFUSED.
 
@@ -102,24 +103,26 @@ class Group:
             hyper: the options of all variables of the model.
             learning_rate: that of this step, where it is known; the ranks must share it.
             follows: whether the adopted velocity contains it.
+            joins: flags of a rank that takes part without data, which then applies or drops the step.
         """
         self._count_run()
         given = [self.indices.index(i) for i in indices]
         absent = [place for place in range(len(self.indices)) if place not in set(given)]
         # The ranks compare these numbers in every step, so that a variable which some of them leave out is an error.
         compared = () if learning_rate is None else (learning_rate,)
-        self.exchange.hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
+        hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
         if learning_rate is not None and follows:
             self.follow(learning_rate)
         # Keras' velocity takes in lr * g: nothing at a rate of 0, at which it goes on moving the variable. Here nothing
         # moves then, so what is sent stays.
         still = learning_rate == 0.0 and follows
-        self.exchange.awaits_update = still or bool(self.exchange.joins)  # without data it may be no step at all
         if still:
-            self.exchange.hyper.weight_decay = [0.0] * len(self.indices)
+            hyper.weight_decay = [0.0] * len(self.indices)
             gradients = [np.zeros_like(gradient) for gradient in gradients]
         for place in absent:
-            self.exchange.hyper.weight_decay[place] = 0.0
+            hyper.weight_decay[place] = 0.0
+        self.exchange.begin(StepOptions(hyper, awaits_update=still or bool(joins), joins=joins))
+        for place in absent:
             nothing = self._pool.take(place).reshape(-1)
             nothing.fill(0)
             self.exchange.submit(place, nothing, nothing, absent=True)

@@ -66,22 +66,20 @@ def end_together(engine: Engine) -> None:
         return
     (group,) = engine.groups
     exchange, stats = group.exchange, copy.deepcopy(group.exchange.stats)
-    exchange.joins = Flags.JOINED | ENDED
     try:
-        _step_without_data(engine, group)
+        _step_without_data(engine, group, Flags.JOINED | ENDED)
         exchange.drop()
     finally:
-        exchange.joins, exchange.joined = 0, {}
+        exchange.joined = {}
     exchange.stats = stats
 
 
 def _follow_until_all_joined(engine: Engine, group: Group) -> int:
     """Returns the rank, within the exchange, that joined last."""
     exchange, ranks, before = group.exchange, engine.transport.size, set(group.exchange.joined)
-    exchange.joins = Flags.JOINED
     try:
         while True:
-            _step_without_data(engine, group)
+            _step_without_data(engine, group, Flags.JOINED)
             joined = set(exchange.joined)
             if len(joined) == ranks:
                 break
@@ -89,17 +87,17 @@ def _follow_until_all_joined(engine: Engine, group: Group) -> int:
             before = joined
         exchange.drop()
     finally:
-        exchange.joins, exchange.joined = 0, {}
+        exchange.joined = {}
     return max(set(range(ranks)) - before)
 
 
-def _step_without_data(engine: Engine, group: Group) -> None:
+def _step_without_data(engine: Engine, group: Group, flags: int) -> None:
     engine.follow_moment(group)
     values, hyper, parameters = [], engine.adoption.hyper, group.exchange.layout.parameters
     if any(hyper.weight_decay):
         values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in group.indices]
     zeros = [np.zeros(p.shape, np.float64 if p.dtype == "float64" else np.float32) for p in parameters]
-    group.run(group.indices, zeros, values, hyper, None, follows=True)
+    group.run(group.indices, zeros, values, hyper, None, follows=True, joins=flags)
 
 
 def _obstacle(engine: Engine) -> bool:

@@ -19,7 +19,7 @@ from dgc.adapter.rehearsal import compiled
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.exchange.records import StepContext
+from dgc.core.exchange.records import StepContext, StepOptions
 from dgc.core.layout import Layout, make_layout
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
@@ -47,6 +47,7 @@ class Engine(EngineBase):
         is_scaled: whether the scale of a GradScaler is known.
         left_alone: parameters of which no rank had a gradient in the latest step: DDP's find_unused_parameters leaves
             them as they are, and so does this package.
+        joins: flags of :class:`~dgc.core.header.Flags` while this rank takes part without data.
         on_step_begin: called before the first gradient of each step is handed over, if set.
     """
 
@@ -69,6 +70,8 @@ class Engine(EngineBase):
         self.parameters: list[torch.Tensor] = []
         self.on_step_begin: Callable[[], None] | None = None
         self.left_alone: set[int] = set()
+        self.joins = 0
+        self._options: StepOptions | None = None  # of the step that has begun, until its first gradient is there
         self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
         self.error: DGCError | None = None
@@ -133,6 +136,9 @@ class Engine(EngineBase):
             if self.adoption.hyper.weight_decay[index]:
                 decayed = local(self.parameters[index])
                 decay = self._tensors.array(decayed.sign() if index in self.decays_by_sign else decayed)
+            if self._options is not None:
+                options, self._options = self._options, None
+                self.exchange.begin(options)
             self.exchange.submit(index, values, place.array, decay, place.limit, ready, absent=absent)
         except DGCError as error:
             self._fail_with(error)
@@ -267,10 +273,7 @@ class Engine(EngineBase):
             self.on_step_begin()
         self._opened = True
         self._memory.begin()
-        self.exchange.defers = updates.begin(owner, results.kept)
-        # Whether a step was applied is known of an optimizer alone.
-        self.exchange.awaits_update, self.exchange.joins = owner is not None, self.joins
-        self.exchange.holds = watch.holds
+        defers = updates.begin(owner, results.kept)
         change = watch.saved.change(self.transport, owner)
         try:
             if owner is not None:
@@ -282,7 +285,9 @@ class Engine(EngineBase):
         except ConfigError as refused:
             error = error or refused
         rates = learning_rates_of(owner)
-        self.exchange.hyper = self.adoption.hyper.chosen(range(len(self.names)), rates, change.restored)
+        hyper = self.adoption.hyper.chosen(range(len(self.names)), rates, change.restored)
+        # Whether a step was applied is known of an optimizer alone.
+        self._options = StepOptions(hyper, owner is not None, watch.holds, defers, self.joins)
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:

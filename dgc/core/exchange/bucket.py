@@ -89,7 +89,7 @@ class BucketExchange:
         if plan.inline_bytes:
             self._sender.inline(self.vector.values[plan.plain_start :])
         absent = _digest(at.kept) if at.kept else 0
-        self._sender.finish(count=at.count, nonfinite=nonfinite, joined=step.joins, absent=absent)
+        self._sender.finish(count=at.count, nonfinite=nonfinite, joined=step.options.joins, absent=absent)
         since = stats.lap("compress", since)
         messages = self._exchange_messages(at)
         for message in messages:

@@ -452,7 +452,7 @@ class Encoder(ABC):
         """Add up the entries that came, and write or defer their sum."""
         total = EntrySum.of(self._bucket, entries, factor)
         at.flagged = not np.isfinite(total.values).all()
-        if at.step.defers and not at.flagged and not (at.absent and all(at.absent)):
+        if at.step.options.defers and not at.flagged and not (at.absent and all(at.absent)):
             at.deferred = total
         else:
             total.write(at.step, self._kernels)

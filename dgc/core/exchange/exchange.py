@@ -23,7 +23,17 @@ from dgc.core.config import DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.encoders import make_encoders
 from dgc.core.exchange.nodes import Announced, NodeSums
-from dgc.core.exchange.records import EntrySum, Hyper, Stats, StepContext, Submission, Submissions, refused_scale
+from dgc.core.exchange.records import (
+    AS_BUILT,
+    EntrySum,
+    Hyper,
+    Stats,
+    StepContext,
+    StepOptions,
+    Submission,
+    Submissions,
+    refused_scale,
+)
 from dgc.core.header import Flags
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
@@ -387,7 +397,7 @@ class Pipeline:
         """Run all buckets; returns False if the exchange was closed before that."""
         context = self._step.context
         assert context is not None, "a step has begun"
-        if context.joins:
+        if context.options.joins:
             self._step.capture()
         if context.coming_scale is not None and (refused := context.await_scale(context.coming_scale)) is not None:
             self._step.announce(refused)
@@ -527,33 +537,20 @@ LossScale = float | Callable[[], float | Callable[[], float]]
 
 
 class Exchange:
-    """The compressor of one model on one rank: submit every gradient of a step, then :meth:`finish`.
+    """The compressor of one model on one rank: :meth:`begin` a step, submit its gradients, then :meth:`finish`.
 
     Attributes:
         state: u, v and the step counter of this rank.
         latest: the latest step: its stage, its error, and the way back.
         stats: bytes, densities and seconds.
-        hyper: momentum, Nesterov and weight decay by parameter; the adapter may replace it between steps.
         loss_scale: a float or a callable; asked once per step, with the first gradient. It may return a callable in its
             turn, which is asked on the communication thread: a scale that has to come from a device holds up no hook.
-        awaits_update: whether the caller reports what becomes of a finished step: :meth:`applied` or :meth:`drop`.
-            Otherwise each one counts once it is finished, unless it was refused.
-        holds: whether the last bucket of steps that begin from now on waits until the caller waits for the results: an
-            error that the caller meets before that is sent in the same step.
-        defers: whether steps that begin from now on may leave sums of entries to the caller, who calls :meth:`deferred`
-            or :meth:`write_deferred` after :meth:`finish`.
-        joins: flags of :class:`~dgc.core.header.Flags` while this rank takes part without data: it submits zeros,
-            and can drop a step exactly.
-        joined: rank -> those flags, of the ranks that took part in the latest step like that.
+        joined: rank -> its flags, of the ranks that took part in the latest step without data.
         left_alone: parameters of which no rank had a gradient in the latest step: their u and v are as before it.
         on_joined: called with the context of a step in which some ranks did, before it finishes; may be collective.
         selects_from: the first step in which not everything is sent; None if everything is in all steps.
     """
 
-    awaits_update = False
-    holds = False
-    defers = False
-    joins = 0
     on_joined: Callable[[StepContext], None] | None = None
 
     def __init__(
@@ -571,7 +568,7 @@ class Exchange:
         self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
         self.state = State(layout, kernels)
         self.stats = Stats()
-        self.hyper = Hyper.uniform(len(layout.parameters), config)
+        self._hyper = Hyper.uniform(len(layout.parameters), config)
         scheduled = compressor_class(config.algorithm).scheduled
         self.selects_from = self.schedule.selects_from() if scheduled else self.schedule.begin
         self.loss_scale: LossScale = loss_scale
@@ -595,6 +592,34 @@ class Exchange:
     def in_step(self) -> bool:
         """Whether gradients of a step have come in that :meth:`finish` has not ended."""
         return self.latest.under_way
+
+    def begin(self, options: StepOptions = AS_BUILT) -> StepContext:
+        """Open a step, before its first gradient; the one before it counts if that is undecided.
+
+        Raises:
+            DGCError: no step can begin; see :meth:`Step.require_usable`.
+        """
+        self.latest.require_usable()
+        scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
+        if not callable(scale) and (refused := refused_scale(scale)) is not None:
+            self.latest.announce(refused)
+            scale = 1.0
+        number, hyper = self.state.step, options.hyper or self._hyper
+        context = StepContext(
+            step=number,
+            density=None if self.schedule.is_dense(number) else self.schedule.density(number),
+            hyper=hyper,
+            loss_scale=1.0 if callable(scale) else float(scale),
+            coming_scale=scale if callable(scale) else None,
+            fingerprint=self.layout.fingerprint ^ hyper.digest(),
+            submissions=Submissions(self.layout),
+            options=options,
+            is_awaited=not options.holds,
+            weight=self._weight() if self.joined else 1.0,
+        )
+        with self.latest.lock:
+            self._pipeline.start(context)
+        return context
 
     def submit(
         self,
@@ -631,7 +656,7 @@ class Exchange:
             self.fail(wrong, index)
         try:
             with self.latest.lock:
-                context = self.latest.context or self._begin()
+                context = self.latest.context or self.begin()
                 context.has_limits |= limit is not None
                 if context.submissions.add(index, Submission(gradient, result, parameter, limit, ready, absent)):
                     self.latest.lock.notify_all()
@@ -651,7 +676,7 @@ class Exchange:
         step.require_usable()
         with step.lock:
             if step.context is None:
-                self._begin()
+                self.begin()
             step.announce(error, parameter)
         self.wait()
         if step.stage is Stage.THROUGH:
@@ -719,7 +744,7 @@ class Exchange:
         self.state.step += not refused
         self.joined = context.joined
         step.enter(Event.REFUSE if refused else Event.FINISH)
-        if not self.awaits_update:
+        if not context.options.awaits_update:
             step.applied()
         context.stats.lap("apply", since)
         self.stats.record(context.stats, refused=refused)
@@ -832,29 +857,6 @@ class Exchange:
     def close(self) -> bool:
         """End the communication thread; False where the transport must not be closed: see :meth:`Pipeline.close`."""
         return self._pipeline.close()
-
-    def _begin(self) -> StepContext:
-        """The context of a new step. The caller holds the lock."""
-        scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
-        if not callable(scale) and (refused := refused_scale(scale)) is not None:
-            self.latest.announce(refused)
-            scale = 1.0
-        number = self.state.step
-        context = StepContext(
-            step=number,
-            density=None if self.schedule.is_dense(number) else self.schedule.density(number),
-            hyper=self.hyper,
-            loss_scale=1.0 if callable(scale) else float(scale),
-            coming_scale=scale if callable(scale) else None,
-            fingerprint=self.layout.fingerprint ^ self.hyper.digest(),
-            submissions=Submissions(self.layout),
-            is_awaited=not self.holds,
-            defers=self.defers,
-            joins=self.joins,
-            weight=self._weight() if self.joined else 1.0,
-        )
-        self._pipeline.start(context)
-        return context
 
     def _weight(self) -> float:
         """What the gradients are multiplied by, since results are divided by the number of all ranks."""

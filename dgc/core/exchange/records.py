@@ -75,7 +75,7 @@ class Submissions(dict[int, Submission]):
 
 @dataclass(slots=True)
 class Hyper:
-    """Momentum, Nesterov and weight decay by parameter, as they are in this step.
+    """Momentum, Nesterov and weight decay by parameter, as they are in one step.
 
     The core does not use learning rates; the ranks must share them.
     """
@@ -113,6 +113,32 @@ class Hyper:
             [1.0] * count,
         )
 
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What the caller of an exchange decides for one step, before its first gradient.
+
+    Attributes:
+        hyper: momentum, Nesterov and weight decay by parameter; None for those of the config.
+        awaits_update: whether the caller reports what becomes of the finished step: ``applied()`` or ``drop()``.
+            Otherwise it counts once it is finished, unless it was refused.
+        holds: whether the last bucket waits until the caller waits for the results: an error that the caller meets
+            before that is sent in the same step.
+        defers: whether sums of entries may be left to the caller, who calls ``deferred()`` or ``write_deferred()``
+            after ``finish()``.
+        joins: flags of :class:`~dgc.core.header.Flags` where this rank takes part without data: it submits zeros, and
+            can drop the step exactly.
+    """
+
+    hyper: Hyper | None = None
+    awaits_update: bool = False
+    holds: bool = False
+    defers: bool = False
+    joins: int = 0
+
+
+AS_BUILT = StepOptions()
+"""Those of a step that begins with its first gradient, without any."""
 
 _SECONDS = {"compress": 0.0, "exchange": 0.0, "apply": 0.0, "wait": 0.0}
 
@@ -199,16 +225,13 @@ class StepContext:
     fingerprint: int
     """What all ranks must share in this step: layout, momentum, Nesterov, weight decay and learning rates."""
     submissions: Submissions
+    options: StepOptions = AS_BUILT
     stats: StepStats = field(default_factory=StepStats)
     scales: list[float] = field(init=False)
     """What each parameter's gradient is multiplied by before anything else: gain * weight / loss scale, and its
     clipping factor once :class:`~dgc.core.exchange.exchange.Clipping` has met its bucket."""
-    defers: bool = False
-    """Whether sums of entries may be deferred to the caller, who applies them to the parameters or has them written."""
-    joins: int = 0
-    """Flags of a rank that takes part without data, or 0."""
     joined: dict[int, int] = field(default_factory=dict)
-    """Rank -> those flags, of the ranks that do so; once the messages are in."""
+    """Rank -> its flags, of the ranks that take part without data; once the messages are in."""
     weight: float = 1.0
     """What gradients are multiplied by: P / T where averages are over T training ranks."""
     is_awaited: bool = False

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from exchange_tools import (
     errors_of,
     first_gradients,
     gradient,
+    hyper_of,
     make_exchange,
     parameters,
     run_step,
@@ -17,6 +16,7 @@ from exchange_tools import (
 
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.records import StepOptions
 from dgc.core.header import HEADER_BYTES
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
@@ -44,7 +44,7 @@ def test_the_error_of_a_rank_counts_more_than_that_it_had_other_options():
         exchange = make_exchange(transport, sparsity=0.9)
         grads = first_gradients(transport.rank)
         if transport.rank == 1:
-            exchange.hyper = dataclasses.replace(exchange.hyper, learning_rates=(0.1,))
+            exchange.begin(StepOptions(hyper_of(exchange, learning_rates=(0.1,))))
             exchange.fail(LayoutError("mine"))
         run_step(exchange, grads)
 

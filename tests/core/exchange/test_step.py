@@ -12,6 +12,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 from exchange_tools import (
+    REPORTED,
     SHAPES,
     first_gradients,
     make_exchange,
@@ -21,6 +22,7 @@ from exchange_tools import (
 from fake_device import fake_kernels, needs_compiler
 
 from dgc.core.exchange.exchange import IGNORED, TABLE, Event, Stage
+from dgc.core.exchange.records import StepOptions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import DGCError, LayoutError, RemoteError, TransportError, WireError
@@ -146,6 +148,8 @@ def stage_of(exchange):
 
 
 def submit(exchange, indices=None):
+    if not exchange.in_step:
+        exchange.begin(REPORTED)
     grads = first_gradients(exchange.transport.rank)
     for i in range(len(SHAPES)) if indices is None else indices:
         exchange.submit(i, grads[i], np.empty_like(grads[i]))
@@ -182,8 +186,7 @@ def bring_to(exchange, stage):
         submit(exchange)
         exchange.wait()
     elif stage in (Stage.EXCHANGED, Stage.APPLIED, Stage.DROPPED):
-        exchange.awaits_update = stage is not Stage.APPLIED
-        run_step(exchange, first_gradients(0))
+        run_step(exchange, first_gradients(0), options=StepOptions(awaits_update=stage is not Stage.APPLIED))
         if stage is Stage.DROPPED:
             exchange.drop()
     elif stage is Stage.REFUSED:
@@ -218,7 +221,6 @@ def send_on(exchange, stage, event):
         exchange._buckets[0].at.flagged = True
         assert exchange.finish()
     elif event is Event.FINISH:
-        exchange.awaits_update = True
         assert not exchange.finish()
     elif event is Event.RAISE:
         with pytest.raises(TransportError, match="the network is gone"):

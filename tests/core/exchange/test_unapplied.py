@@ -5,7 +5,7 @@ import pytest
 from contract_tools import CASES as COMPRESSORS
 from contract_tools import make_exchange as make_compressor_exchange
 from contract_tools import specs as contract_specs
-from exchange_tools import gradient, make_exchange, parameters, run_step
+from exchange_tools import REPORTED, gradient, make_exchange, parameters, run_step
 from fake_device import fake_kernels, host
 
 from dgc.core.exchange.exchange import Stage
@@ -45,12 +45,11 @@ def conserving(make, specs, kernels_dtype=np.float64, pattern=(False, True, Fals
 
     def one_rank(transport):
         exchange = make(transport)
-        exchange.awaits_update = True
         given = [np.zeros(p.numel) for p in specs]
         applied = [np.zeros(p.numel) for p in specs]
         for step, dropped in enumerate(pattern):
             gradients = grads_of(step, transport.rank, specs)
-            _, results = run_step(exchange, [g.copy() for g in gradients])
+            _, results = run_step(exchange, [g.copy() for g in gradients], options=REPORTED)
             if dropped:
                 assert exchange.drop()
                 assert not exchange.drop()
@@ -106,9 +105,8 @@ def test_the_sent_entries_return_as_in_a_refused_step(name):
         exchange = make_exchange(transport, **OPTIONS[name])
         run_step(exchange, grads_of(0, transport.rank, specs))
         before = exchange.state_dict()["parameters"]
-        exchange.awaits_update = True
         given = grads_of(1, transport.rank, specs)
-        run_step(exchange, [g.copy() for g in given])
+        run_step(exchange, [g.copy() for g in given], options=REPORTED)
         assert exchange.drop()
         after = exchange.state_dict()["parameters"]
         exchange.close()
@@ -133,10 +131,9 @@ def test_an_undecided_step_is_saved_as_an_applied_one_and_can_still_be_dropped(c
     def one_rank(transport):
         specs = contract_specs()
         exchange = make_compressor_exchange(transport, case)
-        exchange.awaits_update = True
-        run_step(exchange, grads_of(0, transport.rank, specs))
+        run_step(exchange, grads_of(0, transport.rank, specs), options=REPORTED)
         exchange.applied()
-        run_step(exchange, grads_of(1, transport.rank, specs))
+        run_step(exchange, grads_of(1, transport.rank, specs), options=REPORTED)
         uncommitted = [b.v.tobytes() for b in exchange.state.buckets]
         saved, norm = everything(exchange), exchange.residual_norm()
         assert exchange.latest.stage is Stage.EXCHANGED

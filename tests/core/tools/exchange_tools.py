@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,10 +11,14 @@ from fake_device import device
 from dgc.core.compressors import make_config
 from dgc.core.config import Schedule, entries_to_send
 from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.records import AS_BUILT, Hyper, StepOptions
 from dgc.core.kernels.reference import ReferenceKernels, top_k
 from dgc.core.layout import Parameter, make_layout, sent_dense
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
+
+REPORTED = StepOptions(awaits_update=True)
+"""Of a step that the caller applies or drops."""
 
 SHAPES = {
     "conv.weight": (8, 4, 3, 3),
@@ -45,6 +50,11 @@ def make_exchange(transport, shapes=None, *, algorithm="dgc", dtype="float32", k
     return make(layout, config, transport, kernels, loss_scale=loss_scale)
 
 
+def hyper_of(exchange, **other):
+    """The options of the exchange's config for all parameters, some replaced."""
+    return dataclasses.replace(Hyper.uniform(len(exchange.layout.parameters), exchange.config), **other)
+
+
 def gradient(step, rank, index, numel, dtype="float32", seed=0):
     rng = np.random.default_rng([seed, step, rank, index])
     return (rng.standard_normal(numel) * 0.1).astype(dtype)
@@ -55,9 +65,10 @@ def first_gradients(rank):
     return [gradient(0, rank, i, p.numel) for i, p in enumerate(parameters())]
 
 
-def run_step(exchange, gradients, params=None, *, order=None, limit=None):
+def run_step(exchange, gradients, params=None, *, order=None, limit=None, options=AS_BUILT):
     """One step: submit every gradient, finish; returns (refused, results)."""
     results = [np.full(g.size, 7, np.float64 if g.dtype == np.float64 else np.float32) for g in gradients]
+    exchange.begin(options)
     for i in order if order is not None else reversed(range(len(gradients))):
         exchange.submit(i, gradients[i], results[i], None if params is None else params[i], limit)
     return exchange.finish(), results
