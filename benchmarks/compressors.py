@@ -32,7 +32,7 @@ from contract_tools import Alone, Case  # noqa: E402
 from documented import own_names  # noqa: E402
 
 from dgc.core.compressors import SparseValues  # noqa: E402
-from dgc.core.header import HEADER_BYTES  # noqa: E402
+from dgc.core.message import HEADER_BYTES  # noqa: E402
 
 CASES = [
     *(Case(name) for name in own_names()),

@@ -31,9 +31,13 @@ from contract_tools import CASES, Alone, Case  # noqa: E402
 
 from dgc.core.codecs import check_positions, index_codec_names, padded, value_codec_names  # noqa: E402
 from dgc.core.compressors import SparseValues  # noqa: E402
-from dgc.core.header import HEADER_BYTES  # noqa: E402
-from dgc.core.message import RemoteFailure, Sender  # noqa: E402
-from dgc.core.plan import Mode, plan_for  # noqa: E402
+from dgc.core.message import (  # noqa: E402  # noqa: E402
+    HEADER_BYTES,
+    Mode,
+    RemoteFailure,
+    Sender,
+    plan_for,
+)
 from dgc.errors import DGCError  # noqa: E402
 from dgc.transport.local import local_world  # noqa: E402
 

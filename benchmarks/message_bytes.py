@@ -12,7 +12,7 @@ from compress import MODELS
 
 from dgc.core.compressors import make_config
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.plan import make_plan
+from dgc.core.message import make_plan
 
 BEFORE = {"indices": "uint16", "values": "float16"}
 CHOICES: tuple[dict[str, str], ...] = (

@@ -1,16 +1,363 @@
-"""A bucket's message: header, sparse payload, and the dense tensors when they are in it."""
+"""A bucket's message: its header, how large its parts are, and how it is written, exchanged and checked.
+
+A receiver knows from its own configuration what each field of the header must be. A difference is a :class:`WireError`
+that names the sender, the field, both values and the usual cause; no block is read before all fields agree.
+
+A :class:`BucketPlan` follows from the layout, the density, the codecs and the number of ranks P alone. So the ranks
+agree on all sizes without asking each other, and a resumed run decides as the first one did.
+"""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from dgc import errors
-from dgc.core.header import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
+from dgc.core.codecs import SPARSE_ID, IndexCodecId, SmallCodec, SparseCodec, ValueCodecId
+from dgc.core.config import entries_to_send
 from dgc.core.kernels.base import HostMemory, Memory
-from dgc.core.plan import BucketPlan
+from dgc.core.layout import Bucket
 from dgc.core.transport import Transport
+from dgc.errors import LayoutError, WireError
+
+MAGIC = b"DGCm"
+VERSION = 1
+
+LAYOUT = np.dtype(
+    [
+        ("magic", "S4"),
+        ("version", "u1"),
+        ("compressor", "u1"),
+        ("index_codec", "u1"),
+        ("value_codec", "u1"),
+        ("step", "<u8"),
+        ("fingerprint", "<u8"),
+        ("bucket", "<u4"),
+        ("count", "<u4"),
+        ("payload_bytes", "<u4"),
+        ("dense_bytes", "<u4"),
+        ("flags", "<u2"),
+        ("error_code", "<u2"),
+        ("error_parameter", "<u4"),
+        ("dense_codec", "u1"),
+        ("reserved", "V7"),
+        ("absent", "<u8"),
+    ]
+)
+"""The bytes. Every field lies on a multiple of its own size."""
+HEADER_BYTES = LAYOUT.itemsize
+"""64. It never changes within a version, and is a multiple of the block alignment."""
+assert HEADER_BYTES == 64
+_RESERVED = bytes(LAYOUT["reserved"].itemsize)
+
+
+class Flags(enum.IntFlag):
+    """What a message says about itself beside its content. All other bits must be 0."""
+
+    NONFINITE = 1
+    """The sender's gradient had non-finite entries in this bucket: the step is refused on every rank."""
+    ERROR = 2
+    """The sender failed: ``error_code`` and ``error_parameter`` say how, and there are no entries."""
+    JOINED = 4
+    """The sender has run out of data: its gradients are 0, and its fingerprint is not compared."""
+    BY_TRAINING = 8
+    """With ``JOINED``: from the next step on, averages are over the ranks that have not joined."""
+
+
+_KNOWN_FLAGS = sum(Flags)
+
+
+class Header(NamedTuple):
+    """The fields of one message's header that differ between messages, in the order of :data:`LAYOUT`."""
+
+    compressor: int
+    """Number of the algorithm."""
+    index_codec: int
+    """:class:`IndexCodecId`."""
+    value_codec: int
+    """:class:`ValueCodecId`."""
+    step: int
+    """The sender's step."""
+    fingerprint: int
+    """Hash of the layout, momentum, Nesterov, weight decay, gain and learning rates, equal on all ranks."""
+    bucket: int
+    """The bucket's number in the layout."""
+    count: int  # type: ignore[assignment]  # hides the method of tuples
+    """Entries sent, k."""
+    payload_bytes: int
+    """Bytes of the payload: index block, value block, and the zeros that fill up its fixed size."""
+    dense_bytes: int
+    """Bytes of the dense section that follows the payload; 0 when there is none."""
+    flags: int = 0
+    """:class:`Flags`."""
+    error_code: int = 0
+    """0, or which error the sender met (with ``Flags.ERROR``)."""
+    error_parameter: int = 0
+    """The number of the parameter that the error is about."""
+    dense_codec: int = 0
+    """:class:`ValueCodecId` of the small tensors at the start of the dense section; 0 when there are none."""
+    absent: int = 0
+    """Digest of which parameters of the bucket have no gradient on the sender; 0 when all have one. It may differ."""
+
+
+_TOO_LARGE = tuple(1 << 8 * LAYOUT[name].itemsize for name in Header._fields)
+
+_SPARSITY = "The message is damaged, or its sender uses another sparsity"
+_ADVICE = {
+    "compressor": "Give every rank the same compression=.",
+    "index_codec": "Give every rank the same indices= and the same sparsity.",
+    "value_codec": "Give every rank the same values=.",
+    "dense_codec": "Give every rank the same small= and the same sparsity.",
+    "bucket": "The ranks exchange buckets in different orders: build the model and the compressor alike on every rank.",
+    "step": "The ranks are out of step: call step() equally often on every rank, and load the same checkpoint.",
+    "count": f"{_SPARSITY}.",
+    "payload_bytes": f"{_SPARSITY} or other codecs.",
+    "dense_bytes": "The ranks' lists of dense parameters differ: give every rank the same min_numel, include, exclude.",
+}
+"""What to do about a difference, the most telling one first."""
+_LIMITED = ("count", "payload_bytes")
+
+
+def pack_header(header: Header, out: np.ndarray) -> None:
+    """Write a header into the first 64 bytes of ``out``, (m,) uint8."""
+    if out.size < HEADER_BYTES:
+        raise WireError(f"a header takes {HEADER_BYTES} bytes, the message has {out.size}.")
+    if header.flags & ~_KNOWN_FLAGS:
+        raise WireError(f"header: flags are {header.flags:#x}, known bits are {_KNOWN_FLAGS:#x}.")
+    for name, value, limit in zip(Header._fields, header, _TOO_LARGE, strict=True):
+        if not 0 <= value < limit:
+            raise WireError(f"header: {name} is {value}, it must be in 0..{limit - 1}.")
+    out[:HEADER_BYTES].view(LAYOUT)[0] = (MAGIC, VERSION, *header[:-1], _RESERVED, header.absent)
+
+
+def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
+    """Read the header of a message, (m,) uint8; its fields are compared by :func:`check_header`."""
+    origin = "message" if sender is None else f"message from rank {sender}"
+    if message.size < HEADER_BYTES:
+        raise WireError(f"{origin}: {message.size} bytes came, a header alone takes {HEADER_BYTES}.")
+    magic, version, *fields, reserved, absent = message[:HEADER_BYTES].view(LAYOUT)[0].item()
+    if magic != MAGIC:
+        raise WireError(
+            f"{origin}: it starts with {magic!r}, expected {MAGIC!r}. These bytes are no message of this package: "
+            "is another collective running on the same communicator?"
+        )
+    if version != VERSION:
+        raise WireError(
+            f"{origin}: version {version} came, version {VERSION} was expected. Install the same release of this "
+            "package on every host."
+        )
+    header = Header(*(*fields, absent))
+    if header.flags & ~_KNOWN_FLAGS:
+        raise WireError(
+            f"{origin}: flags {header.flags:#x} came, known bits are {_KNOWN_FLAGS:#x}. The message is damaged, or a "
+            "newer release wrote it."
+        )
+    if reserved != _RESERVED:
+        raise WireError(
+            f"{origin}: reserved bytes are not 0. The message is damaged, or a newer release wrote it: install the "
+            "same release of this package on every host."
+        )
+    return header
+
+
+def check_header(header: Header, expected: Header, sender: int | str) -> None:
+    """Compare a header, but for its flags and the fingerprint, with what this rank expects.
+
+    Args:
+        header: from :func:`unpack_header`.
+        expected: of this rank; ``count`` and ``payload_bytes`` are the most that is allowed.
+        sender: the rank the message came from.
+    """
+    for name, advice in _ADVICE.items():
+        came, own = getattr(header, name), getattr(expected, name)
+        if came == own or (name in _LIMITED and came < own):
+            continue
+        origin = sender if isinstance(sender, str) else f"rank {sender}"
+        limit = "at most " if name in _LIMITED else ""
+        raise WireError(
+            f"message from {origin}: {name.replace('_', ' ')} {_shown(name, came)} came, {limit}{_shown(name, own)} "
+            f"was expected. {advice}"
+        )
+
+
+def _shown(name: str, value: int) -> str:
+    if not name.endswith("_codec"):
+        return str(value)
+    ids = IndexCodecId if name == "index_codec" else ValueCodecId
+    return f"{int(value)} ({next((member.name.lower() for member in ids if member == value), 'unknown')})"
+
+
+# -- sizes ---------------------------------------------------------------------------------------------------------
+
+MIN_MESSAGE_BYTES = 256
+"""Room for the text of an error in every message."""
+
+MAX_MESSAGE_BYTES = 2**31 - 1
+"""MPI counts are int32."""
+
+INLINE_EXTRA_BYTES = 64 * 1024
+INLINE_MAX_BYTES = 1024 * 1024
+
+
+class Mode(enum.Enum):
+    """What happens to a bucket's sparsified tensors in one step."""
+
+    DENSE = "dense"
+    """Before the ramp-up: the gradient itself, as a dense sum."""
+    SPARSE = "sparse"
+    """Selected entries as a message to every rank."""
+    SUM = "sum"
+    """Selected entries in a vector of zeros, as a dense sum: the same mathematics, fewer bytes at high density."""
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Sizes of one bucket's traffic.
+
+    The *vector* covers positions ``vector_start`` to ``bucket.size``: what is summed densely. Where ``small`` is given,
+    its first ``bucket.small_size`` elements are sent coded inside the message. The rest, the *plain* part, is sent
+    inside the message (``inline``) when that saves a collective, else by allreduce.
+    """
+
+    mode: Mode
+    density: float | None
+    """Of the schedule in this step; None in a dense step."""
+    ids: tuple[int, int, int]
+    """Numbers of the compressor, the index codec and the value codec in the header."""
+    ks: tuple[int, ...]
+    itemsize: int
+    payload_bytes: int
+    vector_start: int
+    vector_size: int
+    inline: bool
+    message_bytes: int
+    small: SmallCodec | None = None
+    selection: SparseCodec | None = None
+
+    @cached_property
+    def is_active(self) -> bool:
+        """Whether an encoder has anything to do: a sparsified step, and a tensor that is."""
+        return self.mode is not Mode.DENSE and bool(self.ks)
+
+    @cached_property
+    def codec(self) -> SparseCodec:
+        """What writes and reads selected entries."""
+        assert self.selection is not None, "the plan is one of selected entries"
+        return self.selection
+
+    @cached_property
+    def plain_start(self) -> int:
+        """Where the plain part begins in the vector."""
+        return self.small.size if self.small else 0
+
+    @cached_property
+    def coded_bytes_at(self) -> int:
+        """Offset of the coded small tensors in the message, which is where its dense section begins."""
+        return HEADER_BYTES + self.payload_bytes
+
+    @cached_property
+    def coded_bytes(self) -> int:
+        """Bytes of the coded small tensors; 0 when they are not sent coded."""
+        return self.small.max_bytes if self.small else 0
+
+    @cached_property
+    def inline_bytes_at(self) -> int:
+        """Offset of the inline vector in the message."""
+        return self.coded_bytes_at + self.coded_bytes
+
+    @cached_property
+    def inline_bytes(self) -> int:
+        """Bytes of the vector's plain part; 0 when it is not in the message."""
+        return (self.vector_size - self.plain_start) * self.itemsize if self.inline else 0
+
+    @cached_property
+    def dense_bytes(self) -> int:
+        """Bytes of the message's dense section: coded small tensors, then the inline vector."""
+        return self.coded_bytes + self.inline_bytes
+
+    @cached_property
+    def allreduces(self) -> bool:
+        """Whether an allreduce of the vector's plain part follows the message."""
+        return self.vector_size > self.plain_start and not self.inline
+
+
+def make_plan(
+    bucket: Bucket,
+    *,
+    density: float | None,
+    ranks: int,
+    indices: str,
+    values: str,
+    compressor: int = SPARSE_ID,
+    small: str = "float32",
+) -> BucketPlan:
+    """Decide how ``bucket`` is sent as selected entries, with these codecs; other arguments as for :func:`plan_for`."""
+    ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
+    codec = SparseCodec(bucket, sum(ks), indices, values)
+    ids = (compressor, int(codec.indices.id), int(codec.values.id))
+    return plan_for(bucket, ids, ks, codec.max_bytes, density=density, ranks=ranks, small=small, selection=codec)
+
+
+def plan_for(
+    bucket: Bucket,
+    ids: tuple[int, int, int],
+    ks: tuple[int, ...],
+    payload_bytes: int,
+    *,
+    density: float | None,
+    ranks: int,
+    small: str = "float32",
+    selection: SparseCodec | None = None,
+) -> BucketPlan:
+    """Decide how ``bucket`` is sent when its sparsified tensors make up to ``payload_bytes`` of payload."""
+    itemsize = 8 if bucket.dtype == "float64" else 4
+    mode, payload = Mode.DENSE, payload_bytes
+    if density is not None:
+        # Ring costs: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
+        gathered = (ranks - 1) * payload
+        reduced = 2 * (ranks - 1) / ranks * itemsize * bucket.sparse_size
+        mode = Mode.SUM if gathered > reduced else Mode.SPARSE
+    if mode is not Mode.SPARSE:
+        payload = 0
+    start = bucket.sparse_size if mode is Mode.SPARSE else 0
+    vector = bucket.size - start
+    coder = _small_codec(bucket, small, ranks) if mode is Mode.SPARSE and density is not None else None
+    plain = (vector - (coder.size if coder else 0)) * itemsize
+    inline = plain == 0 or _inline(plain, plain, ranks)
+    message = HEADER_BYTES + payload + (coder.max_bytes if coder else 0) + (plain if inline else 0)
+    message = max(MIN_MESSAGE_BYTES, message)
+    if message > MAX_MESSAGE_BYTES:
+        raise LayoutError(
+            f"bucket {bucket.index} would send a message of {message} bytes; the limit is 2 GiB: "
+            "choose a higher sparsity, or exclude its largest parameter"
+        )
+    return BucketPlan(mode, density, ids, ks, itemsize, payload, start, vector, inline, message, coder, selection)
+
+
+def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:
+    """What codes the bucket's small tensors; None where there are none, or an allreduce moves fewer bytes."""
+    if name == "float32" or not bucket.small_size:
+        return None
+    coder = SmallCodec(bucket, name)
+    return coder if _inline(coder.max_bytes, 4 * bucket.small_size, ranks) else None
+
+
+def _inline(inside: int, reduced: int, ranks: int) -> bool:
+    """Whether a dense vector is better off inside the message than in an allreduce of its own.
+
+    It costs ``(P - 1)`` times its bytes in there, ``inside``, instead of ``2 (P - 1) / P`` times those that an
+    allreduce would get, ``reduced``, but saves a collective: worth about 64 KiB (50 us at 10 Gbit/s). Large vectors
+    always go by allreduce, which needs no P-fold buffer.
+    """
+    extra = (ranks - 1) * inside - 2 * (ranks - 1) / ranks * reduced
+    return inside <= INLINE_MAX_BYTES and extra <= INLINE_EXTRA_BYTES
+
+
+# -- the message ---------------------------------------------------------------------------------------------------
 
 ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.RemoteError,

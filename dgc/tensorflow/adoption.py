@@ -19,9 +19,8 @@ import tensorflow as tf
 
 from dgc.adapter.compression import warn_of_first_moment
 from dgc.core.compressors import leaves_zeros
-from dgc.core.config import DGCConfig
+from dgc.core.config import DGCConfig, running_mean
 from dgc.core.exchange.records import Hyper
-from dgc.core.moment import running_mean
 from dgc.errors import ConfigError
 from dgc.tensorflow.tensors import Variable, raw_variable
 
@@ -258,7 +257,7 @@ class FirstMoment:
 
     Until then every step is Adam's own. A traced step reads ``beta_1`` from a variable that stands in the optimizer's
     attribute, and which the exchange sets to 0 before the update of the first step in which entries are selected. What
-    u is from then on: see :mod:`dgc.core.moment`.
+    u is from then on: see :mod:`dgc.core.config`.
 
     Attributes:
         beta1: the user's.

@@ -20,9 +20,9 @@ from dgc.adapter.rehearsal import compiled
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import Hyper, StepOptions
-from dgc.core.header import Flags
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Layout, make_layout
+from dgc.core.message import Flags
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.adoption import Adoption

@@ -11,7 +11,7 @@ import warnings
 
 import numpy as np
 
-from dgc.core.header import Flags
+from dgc.core.message import Flags
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import optimizer_variables
 from dgc.tensorflow.compressor import DGCCompressor

@@ -6,7 +6,7 @@ parameters they hold 0, so that nothing is applied twice. SGD's ``momentum_buffe
 
 Adam's second moment must see gradients, not their running mean, so its ``beta1`` is taken only from the first step on
 in which entries are selected; every step before that is Adam's own. ``exp_avg`` becomes u then, which holds the mean
-with its bias corrected: see :mod:`dgc.core.moment`.
+with its bias corrected: see :mod:`dgc.core.config`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from dgc.adapter.compression import warn_of_first_moment
-from dgc.core.config import DGCConfig
+from dgc.core.config import DGCConfig, is_settled, running_mean
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper
-from dgc.core.moment import is_settled, running_mean
 from dgc.errors import ConfigError
 from dgc.torch.tensors import as_array, local
 

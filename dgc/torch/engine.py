@@ -47,7 +47,7 @@ class Engine(EngineBase):
         is_scaled: whether the scale of a GradScaler is known.
         left_alone: parameters of which no rank had a gradient in the latest step: DDP's find_unused_parameters leaves
             them as they are, and so does this package.
-        joins: flags of :class:`~dgc.core.header.Flags` while this rank takes part without data.
+        joins: flags of :class:`~dgc.core.message.Flags` while this rank takes part without data.
         on_step_begin: called before the first gradient of each step is handed over, if set.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dgc.core.header import Flags
+from dgc.core.message import Flags
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import DistributedJob, TorchJob

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rank_jobs import SIZES, each_case
 
-from dgc.core.moment import running_mean
+from dgc.core.config import running_mean
 
 test_on_real_ranks = each_case(Path(__file__).parent / "workers" / "first_moment_cases.py", SIZES)
 

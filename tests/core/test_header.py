@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgc.core.header import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
+from dgc.core.message import HEADER_BYTES, Flags, Header, check_header, pack_header, unpack_header
 from dgc.errors import WireError
 
 U8, U16, U32, U64 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32, 64))

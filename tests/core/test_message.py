@@ -5,11 +5,9 @@ import pytest
 
 from dgc import errors
 from dgc.core.compressors import make_config
-from dgc.core.header import HEADER_BYTES, Flags
 from dgc.core.kernels.base import HostMemory
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.message import Incoming, RemoteFailure, Sender
-from dgc.core.plan import MIN_MESSAGE_BYTES, make_plan
+from dgc.core.message import HEADER_BYTES, MIN_MESSAGE_BYTES, Flags, Incoming, RemoteFailure, Sender, make_plan
 from dgc.transport.local import run_ranks
 
 RANKS = 3

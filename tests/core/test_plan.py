@@ -5,7 +5,7 @@ from model_shapes import resnet50_shapes
 
 from dgc.core.compressors import make_config
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.plan import Mode, make_plan
+from dgc.core.message import Mode, make_plan
 
 
 def plans(density, ranks, **options):

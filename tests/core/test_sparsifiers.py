@@ -8,7 +8,7 @@ from contract_tools import Alone, Case, gradients, make_exchange, train
 from exchange_tools import run_step
 
 from dgc.core.compressors import SparseValues
-from dgc.core.header import HEADER_BYTES, unpack_header
+from dgc.core.message import HEADER_BYTES, unpack_header
 from dgc.errors import WireError
 from dgc.transport.local import run_ranks
 

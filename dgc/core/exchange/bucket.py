@@ -17,8 +17,7 @@ from dgc.core.exchange.encoders import BucketStep, DenseVector, Encoder
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.layout import Bucket, Segment
-from dgc.core.message import Incoming, Sender
-from dgc.core.plan import Mode
+from dgc.core.message import Incoming, Mode, Sender
 from dgc.core.state import BucketState, State
 from dgc.core.transport import Transport
 from dgc.errors import DGCError

@@ -24,8 +24,7 @@ from dgc.core.exchange.records import EntrySum, Hyper, StepContext
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
 from dgc.core.kernels.device import DeviceKernels, Part
 from dgc.core.layout import Bucket, Layout, Segment
-from dgc.core.message import Incoming, Sender
-from dgc.core.plan import BucketPlan, Mode, make_plan, plan_for
+from dgc.core.message import BucketPlan, Incoming, Mode, Sender, make_plan, plan_for
 from dgc.core.state import BucketState
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError, WireError

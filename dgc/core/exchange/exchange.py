@@ -34,10 +34,9 @@ from dgc.core.exchange.records import (
     Submissions,
     refused_scale,
 )
-from dgc.core.header import Flags
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
-from dgc.core.message import RemoteFailure
+from dgc.core.message import Flags, RemoteFailure
 from dgc.core.state import State, require_place
 from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, RemoteError, StallError, TransportError

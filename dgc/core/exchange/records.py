@@ -126,7 +126,7 @@ class StepOptions:
             before that is sent in the same step.
         defers: whether sums of entries may be left to the caller, who calls ``deferred()`` or ``write_deferred()``
             after ``finish()``.
-        joins: flags of :class:`~dgc.core.header.Flags` where this rank takes part without data: it submits zeros, and
+        joins: flags of :class:`~dgc.core.message.Flags` where this rank takes part without data: it submits zeros, and
             can drop the step exactly.
     """
 

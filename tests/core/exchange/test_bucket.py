@@ -17,7 +17,6 @@ from exchange_tools import (
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import StepOptions
-from dgc.core.header import HEADER_BYTES
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_device import fake_kernels, launched, ndarray, needs_compiler
 
-from dgc.core.kernels.texts import OPTIONS, PREAMBLE, TEXTS
+from dgc.core.kernels.device import OPTIONS, PREAMBLE, TEXTS
 
 GENERATIONS = (90, 120)
 """What is compiled for in every run, beside the oldest; where a GPU is required, all that this NVRTC knows."""
