@@ -43,8 +43,7 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
     """
     from filelock import Timeout
 
-    from dgc.core import loops  # which loads Numba
-    from dgc.core.kernels.compile import compiling
+    from dgc.core.kernels.compile import compiling  # which loads Numba
 
     small = _of_small_tensors(config)
     # A compressor of somebody else is not called before the first step.
@@ -54,7 +53,7 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
 
     def codecs() -> None:
         if not known:
-            with compiling(f"codecs-{name}", loops.__file__, part="codecs"):
+            with compiling(f"codecs-{name}", part="codecs"):
                 _rehearse(small, ReferenceKernels())
 
     def everything() -> Chosen:
@@ -67,11 +66,11 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
         return chosen
 
     try:
-        with compiling(name, loops.__file__, patience=0):
+        with compiling(name, patience=0):
             return everything()
     except Timeout:  # another process of this host compiles the kernels: the codecs meanwhile
         codecs()
-        with compiling(name, loops.__file__):
+        with compiling(name):
             return everything()
 
 

@@ -3,17 +3,16 @@
 Letters: n elements, k entries. *codes* are (n,) uint8 small numbers, one for each element, before they are packed. No
 loop reads or writes outside the arrays that it is given.
 
-They call nothing outside this file: it alone decides when compiled code is out of date. All word arithmetic is in
-uint64, since Numba turns a mix of int64 and uint64 into float64.
+All word arithmetic is in uint64, since Numba turns a mix of int64 and uint64 into float64.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import types, uint8, uint32, uint64
-from numba.extending import intrinsic
+from numba import uint8, uint32, uint64
 
 from dgc.core.kernels.compile import entry, helper
+from dgc.core.kernels.simd import bits_in, float_of, from_half, lowest_bit
 
 _SMALLEST_NORMAL = np.uint32(0x38800000)
 """2^-14 as float32 bits: below it half precision is subnormal."""
@@ -22,32 +21,12 @@ _ROUNDER = np.float32(12582912)
 """1.5 * 2^23: a float32 below 2^22 loses its fraction when this is added and taken away again."""
 
 
-@intrinsic
-def _bits(typing_context, x):
-    """The bits of a float32 as uint32."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
-
-    return types.uint32(types.float32), generate
-
-
-@intrinsic
-def _float(typing_context, x):
-    """The float32 of these bits."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
-
-    return types.float32(types.uint32), generate
-
-
 @helper
 def _half_of(bits):
     """The bits in half precision of the float32 with these bits, rounded to nearest, ties to even."""
     magnitude = bits & uint32(0x7FFFFFFF)
     # Added to 0.5, a subnormal half ends in float32's lowest bits, rounded by the addition itself.
-    small = _bits(_float(magnitude) + np.float32(0.5)) - uint32(0x3F000000)
+    small = bits_in(float_of(magnitude) + np.float32(0.5)) - uint32(0x3F000000)
     odd = (magnitude >> uint32(13)) & uint32(1)
     large = (magnitude - uint32(0x38000000) + uint32(0xFFF) + odd) >> uint32(13)
     half = small if magnitude < uint32(_SMALLEST_NORMAL) else large
@@ -56,27 +35,16 @@ def _half_of(bits):
     return half | ((bits >> uint32(16)) & uint32(0x8000))
 
 
-@helper
-def _value_of(half):
-    """The float32 that a half is, of its bits."""
-    magnitude = (half & uint32(0x7FFF)) << uint32(13)
-    normal = _float(magnitude + uint32(0x38000000))
-    subnormal = _float(magnitude + uint32(0x38800000)) - np.float32(6.103515625e-05)
-    x = subnormal if magnitude < uint32(0x800000) else normal
-    x = _float(magnitude + uint32(0x70000000)) if magnitude >= uint32(0xF800000) else x  # infinity and NaN
-    return _float(_bits(x) | ((half & uint32(0x8000)) << uint32(16)))
-
-
-@entry(__file__)
+@entry
 def largest_magnitude(values: np.ndarray) -> int:
     """The largest magnitude's bits among (k,) float32; NaN is larger than infinity."""
     largest = uint32(0)
     for x in values:
-        largest = max(largest, _bits(x) & uint32(0x7FFFFFFF))
+        largest = max(largest, bits_in(x) & uint32(0x7FFFFFFF))
     return largest
 
 
-@entry(__file__)
+@entry
 def to_halves(
     values: np.ndarray, factor: np.float32, second: np.float32, limit: np.float32, halves: np.ndarray
 ) -> None:
@@ -92,17 +60,17 @@ def to_halves(
     for i in range(halves.size):
         x = values[i] * factor * second
         x = limit if x > limit else -limit if x < -limit else x
-        halves[i] = _half_of(_bits(x))
+        halves[i] = _half_of(bits_in(x))
 
 
-@entry(__file__)
+@entry
 def from_halves(halves: np.ndarray, factor: np.float32, second: np.float32, values: np.ndarray) -> None:
     """``values[i]`` = ``halves[i] * factor * second``, of (k,) uint16 bits of half precision numbers."""
     for i in range(halves.size):
-        values[i] = _value_of(uint32(halves[i])) * factor * second
+        values[i] = from_half(halves[i]) * factor * second
 
 
-@entry(__file__)
+@entry
 def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> None:
     """Split positions into tiles of 65 536.
 
@@ -128,17 +96,6 @@ def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> 
         first = low
 
 
-@intrinsic
-def _trailing_zeros(typing_context, word):
-    """Number of zero bits below the lowest one of a uint64 that is not 0: one machine instruction."""
-
-    def generate(context, builder, signature, arguments):
-        zero_is_undefined = context.get_constant(types.boolean, True)
-        return builder.cttz(arguments[0], zero_is_undefined)
-
-    return types.uint64(types.uint64), generate
-
-
 @helper
 def _sound(positions, n):
     """How many positions stand before the first that is not above the one before it, or not below n."""
@@ -154,7 +111,7 @@ def _sound(positions, n):
     return i
 
 
-@entry(__file__)
+@entry
 def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray, high: np.ndarray) -> int:
     """Write (k,) int64 positions below n into low and high, uint64 words that need no clearing.
 
@@ -184,7 +141,7 @@ def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray
     return sound
 
 
-@entry(__file__)
+@entry
 def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, positions: np.ndarray) -> int:
     """Fill (k,) int64 positions.
 
@@ -200,7 +157,7 @@ def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, pos
         while ones != uint64(0):
             if i == count:
                 return count + 1
-            bit = (word << 6) + int(_trailing_zeros(ones))  # pyright: ignore[reportCallIssue]
+            bit = (word << 6) + lowest_bit(ones)
             ones &= ones - uint64(1)
             position = (bit - i) << width
             if width > 0:
@@ -219,7 +176,7 @@ def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, pos
     return i
 
 
-@entry(__file__)
+@entry
 def encode_integers(
     x: np.ndarray,
     starts: np.ndarray,
@@ -250,8 +207,8 @@ def encode_integers(
         )
         magnitude = uint32(0)
         for i in range(n):
-            magnitude = max(magnitude, _bits(given[i]) & uint32(0x7FFFFFFF))
-        largest = _float(magnitude)
+            magnitude = max(magnitude, bits_in(given[i]) & uint32(0x7FFFFFFF))
+        largest = float_of(magnitude)
         divisor = largest if largest > np.float32(0) else np.float32(1)
         for i in range(n):
             # Rounded to nearest, ties to even, by the addition itself: magnitudes are at most 127.
@@ -262,7 +219,7 @@ def encode_integers(
         scales[g] = largest
 
 
-@entry(__file__)
+@entry
 def add_integers(
     scales: np.ndarray, codes: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, sums: np.ndarray
 ) -> bool:
@@ -282,7 +239,7 @@ def add_integers(
     return True
 
 
-@entry(__file__)
+@entry
 def encode_two_means(values: np.ndarray, bounds: np.ndarray, means: np.ndarray, codes: np.ndarray) -> None:
     """Codes of ``int2``: bit 0 is the sign, bit 1 says which of its group's two mean magnitudes an entry has.
 
@@ -311,17 +268,17 @@ def encode_two_means(values: np.ndarray, bounds: np.ndarray, means: np.ndarray, 
         means[2 * g], means[2 * g + 1] = first / max(n - members, 1), second / max(members, 1)
 
 
-@entry(__file__)
+@entry
 def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
     """Read what :func:`encode_two_means` coded into ``values``, (k,) float32."""
     for g in range(bounds.size - 1):
-        first = _bits(means[2 * g])
-        change = first ^ _bits(means[2 * g + 1])
+        first = bits_in(means[2 * g])
+        change = first ^ bits_in(means[2 * g + 1])
         for i in range(bounds[g], bounds[g + 1]):
             code = uint32(codes[i])
             # Arithmetic on the bits, since a branch on random ones costs three times as much.
             value = first ^ (change * (code >> uint32(1) & uint32(1)))
-            values[i] = _float(value | (code & uint32(1)) << uint32(31))
+            values[i] = float_of(value | (code & uint32(1)) << uint32(31))
 
 
 _TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
@@ -332,7 +289,7 @@ def _packing(bits):
     each = 8 // bits if 8 % bits == 0 else 0  # codes that fill a byte
     mask = (1 << bits) - 1
 
-    @entry(__file__)
+    @entry
     def packed(codes, out):
         whole = codes.size // each if each else 0
         for at in range(whole):
@@ -352,7 +309,7 @@ def _packing(bits):
         if filled > 0:
             out[at] = uint8(pending & uint64(255))
 
-    @entry(__file__)
+    @entry
     def unpacked(data, codes):
         whole = codes.size // each if each else 0
         for at in range(whole):
@@ -376,7 +333,7 @@ packing = {bits: _packing(bits) for bits in range(1, 9)}
 first, into ceil(n*bits/8) bytes; and one ``(data, codes)`` that undoes it."""
 
 
-@entry(__file__)
+@entry
 def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
     """Write codes of 0, 1 and 2, five to a byte as a number to the base 3, into ceil(n/5) bytes."""
     whole = codes.size // 5
@@ -391,7 +348,7 @@ def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
         out[whole] = value
 
 
-@entry(__file__)
+@entry
 def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
     """Undo :func:`pack_trits`; returns False where a byte is above 242, which none can be."""
     whole = codes.size // 5
@@ -428,14 +385,14 @@ def _uniform(key, i):
     return float(z >> uint64(32)) * _TO_UNIT
 
 
-@entry(__file__)
+@entry
 def uniform(key: np.uint64, out: np.ndarray) -> None:
     """Fill (n,) float64 with random numbers in [0, 1); number i depends on the 64-bit key and on i alone."""
     for i in range(out.size):
         out[i] = _uniform(key, i)
 
 
-@entry(__file__)
+@entry
 def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
     """Each group's largest magnitude, or with ``squared`` its L2 norm if larger: (ceil(n/group),) float64."""
     sums = np.empty(_LANES)
@@ -453,7 +410,7 @@ def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
             out[g] = max(largest, np.sqrt(sums.sum()))
 
 
-@entry(__file__)
+@entry
 def spread(x: np.ndarray) -> tuple[float, float]:
     """The largest magnitude and the standard deviation of (n,) finite floats, n > 0."""
     sums = np.zeros(_LANES)
@@ -472,7 +429,7 @@ def spread(x: np.ndarray) -> tuple[float, float]:
     return largest, np.sqrt(sums.sum() / x.size)
 
 
-@entry(__file__)
+@entry
 def round_signed(
     x: np.ndarray, scales: np.ndarray, group: int, limit: float, levels: int, key: np.uint64, codes: np.ndarray
 ) -> None:
@@ -504,7 +461,7 @@ def round_signed(
             codes[i] = levels - level if value < 0 else levels + level
 
 
-@entry(__file__)
+@entry
 def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int, out: np.ndarray) -> bool:
     """Turn codes of :func:`round_signed` into (n,) float32; returns False where a code is above ``2 * levels``."""
     most = 2 * levels
@@ -518,7 +475,7 @@ def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int,
     return good
 
 
-@entry(__file__)
+@entry
 def scale_span(codes: np.ndarray, scale: np.float32, levels: int, out: np.ndarray) -> None:
     """Turn codes of :func:`round_span` into (n,) float32: ``(2 * code - levels) * (scale / levels)``."""
     unit = scale / np.float32(levels)
@@ -526,7 +483,7 @@ def scale_span(codes: np.ndarray, scale: np.float32, levels: int, out: np.ndarra
         out[i] = np.float32(2 * int(codes[i]) - levels) * unit
 
 
-@entry(__file__)
+@entry
 def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: np.ndarray) -> None:
     """Round ``(x / (2 scale) + 1/2) * levels`` at random to a neighbouring integer of 0 to ``levels``."""
     if scale == 0.0:
@@ -539,7 +496,7 @@ def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: 
         codes[i] = int(max(0.0, min(float(levels), np.floor(place + _uniform(key, i)))))
 
 
-@entry(__file__)
+@entry
 def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
     """Means of the negative and of the other entries of each column.
 
@@ -582,7 +539,7 @@ def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
         means[1, c] = high[c].sum() / above[c] if above[c] else 0.0
 
 
-@entry(__file__)
+@entry
 def spread_means(signs: np.ndarray, means: np.ndarray, out: np.ndarray) -> None:
     """Undo :func:`split_means` as far as it goes: ``out`` (outer, columns, inner) float32."""
     outer, columns, inner = out.shape

@@ -21,10 +21,6 @@ import numba
 from filelock import FileLock, Timeout
 from llvmlite import binding
 
-SOURCES = ("compile", "cpu", "simd", "sweep", "threads", "threshold")
-"""Modules whose functions or constants are compiled into kernels."""
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
@@ -32,20 +28,16 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wra
 
 
 @cache
-def cache_directory(own: str | None = None) -> str:
+def cache_directory() -> str:
     """Where compiled kernels are kept: one directory for each version of the sources and each kind of processor.
 
     Numba looks for changes only in the file that defines a kernel, not in those of the functions which that kernel
     calls, and its index is not safe when processors of two kinds share a home directory. Naming the directory after
     both makes either harmless. NUMBA_CACHE_DIR, when set, says where this directory is made.
-
-    Args:
-        own: the file of kernels that call nothing outside it; None for those of this package.
     """
     digest = hashlib.blake2b(digest_size=8)
-    here = Path(__file__)
-    files = [here.parent / f"{name}.py" for name in SOURCES] if own is None else [here, Path(own)]
-    for file in files:
+    here = Path(__file__).parent
+    for file in sorted([*here.glob("*.py"), here.parent / "loops.py"]):
         digest.update(file.read_bytes())
     digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())
     digest.update(repr(sorted(binding.get_host_cpu_features().items())).encode())
@@ -83,9 +75,7 @@ _within = threading.local()
 
 
 @contextlib.contextmanager
-def compiling(
-    what: str, own: str | None = None, *, part: str = "kernels", patience: float = PATIENCE
-) -> Iterator[None]:
+def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -> Iterator[None]:
     """Inside, kernels are called for the first time: of the processes of a host, one compiles and the others wait.
 
     That one says so in the log, as a warning, before it begins. Where all of it was compiled before, nothing waits and
@@ -93,13 +83,12 @@ def compiling(
 
     Args:
         what: names what is compiled inside; with the same name always the same.
-        own: the file of kernels that call nothing outside it, if any are compiled as well.
         part: one process compiles the "kernels" while another one compiles something else; only the first says so.
         patience: seconds to wait for another process. With 0, :class:`filelock.Timeout` is raised where one compiles;
             after any others this process compiles as well.
     """
     directory = cache_directory()
-    done = Path(directory) / f"compiled-{Path(cache_directory(own)).name}-{what}"
+    done = Path(directory) / f"compiled-{what}"
     if not usable(directory) or done.exists():
         yield
         return
@@ -153,27 +142,18 @@ def is_trusted(path: Path) -> bool:
     return path.stat().st_uid in (os.getuid(), 0)
 
 
-def entry(own: str | None = None) -> Callable[[F], F]:
-    """Decorate a kernel that Python calls: compiled on its first call, taken from the cache after that.
-
-    Args:
-        own: as for :func:`cache_directory`.
-    """
-
-    def decorate(function: F) -> F:
-        if not usable(cache_directory(own)):
-            return cast(F, numba.njit(**_OPTIONS)(function))
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = cache_directory(own)
+def entry(function: F) -> F:
+    """Decorate a kernel that Python calls: compiled on its first call, taken from the cache after that."""
+    directory, before = cache_directory(), numba.config.CACHE_DIR
+    if usable(directory):
+        numba.config.CACHE_DIR = directory
         try:
             return cast(F, numba.njit(**_OPTIONS, cache=True)(function))
-        except RuntimeError:
-            # No directory can be written: kernels are compiled anew in each process.
-            return cast(F, numba.njit(**_OPTIONS)(function))
+        except RuntimeError:  # no directory can be written after all
+            pass
         finally:
             numba.config.CACHE_DIR = before
-
-    return decorate
+    return cast(F, numba.njit(**_OPTIONS)(function))
 
 
 def helper(function: F) -> F:

@@ -277,7 +277,7 @@ def _squares_of_tile(address, code, start, stop, strip, sums):
     return total
 
 
-@entry()
+@entry
 def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
     """Sum of squares over the finite entries of each tile. A kernel for ``Team``, W threads.
 
@@ -298,7 +298,7 @@ def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
         fetch_add(progress, 1, 1)
 
 
-@entry()
+@entry
 def add_tiles(tiles, partial, out):
     """``out[s]`` = the sum of tiles ``tiles[s]`` to ``tiles[s + 1]``, in order."""
     for s in range(out.size):
@@ -308,7 +308,7 @@ def add_tiles(tiles, partial, out):
         out[s] = total
 
 
-@entry()
+@entry
 def update_tiles(worker, progress, tiles, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):
     """Momentum SGD on (n,) ``mean``, strip by strip, so that the steps of one strip meet in the cache. For ``Team``.
 
@@ -357,7 +357,7 @@ SOON = 16
 """Entries between the one that is worked on and the one whose places in u and v are asked for."""
 
 
-@entry()
+@entry
 def mask_places(worker, progress, parts, u, v, positions, decoded, masking):
     """``v[positions] -= decoded``, and ``u[positions] = 0`` with masking."""
     while True:
@@ -402,7 +402,7 @@ def _add_part(addresses, lengths, offsets, positions, values, factor, first, las
     return True
 
 
-@entry()
+@entry
 def add_to_results(worker, progress, parts, addresses, lengths, offsets, positions, values, factor, refused):
     """Add (k,) ``values * factor`` at ``positions`` to S results: (S,) addresses and lengths, (S + 1,) offsets.
 
@@ -446,7 +446,7 @@ def add_up(entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> t
     return out[:count], sums[:count]
 
 
-@entry()
+@entry
 def _add_up(positions, values, bounds, factor, here, present, out, sums):
     ranks = len(bounds) - 1
     at = bounds[:-1].copy()

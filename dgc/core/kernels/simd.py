@@ -14,9 +14,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import types
+from numba import int32, types, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_jitable, register_model
+
+from dgc.core.kernels.compile import helper
 
 AHEAD = 512
 """Elements between the place that is worked on and the one that is asked for by :func:`prefetch`: 2 KiB of float32."""
@@ -112,53 +114,6 @@ def prefetch_entry(typing_context: Compiled, array: Compiled, index: Compiled) -
     return types.void(array, types.intp), _asking(1)
 
 
-def _words(
-    context: Compiled, builder: ir.IRBuilder, array_type: Compiled, array: ir.Value, index: ir.Value
-) -> ir.Value:
-    place = _place(context, builder, array_type, array, index)
-    words = builder.load(builder.bitcast(place, ir.VectorType(ir.IntType(16), LANES).as_pointer()))
-    words.align = 2
-    return builder.zext(words, _WORDS)
-
-
-@intrinsic
-def load_half(typing_context: Compiled, words: Compiled, index: Compiled) -> Compiled:
-    """``words[index : index + LANES]``, float16 bits as uint16, as a float32 vector; exact.
-
-    Without the processor's own conversion, for which LLVM may call a routine that is not there. Denormals, of which
-    gradients are full, are converted as the integers that they are: as float32 denormals on the way they would take
-    a hundred times as long.
-    """
-
-    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
-        def same(value: int) -> ir.Constant:
-            return ir.Constant(_WORDS, [value] * LANES)
-
-        bits = _words(context, builder, signature.args[0], *args)
-        magnitude = builder.and_(bits, same(0x7FFF))
-        special = builder.icmp_signed(">=", magnitude, same(0x7C00))
-        exponent = builder.select(special, same(224 << 23), same(112 << 23))
-        normal = builder.add(builder.shl(magnitude, same(13)), exponent)
-        scaled = builder.fmul(builder.sitofp(magnitude, _VECTOR), ir.Constant(_VECTOR, [2.0**-24] * LANES))
-        is_normal = builder.icmp_signed(">=", magnitude, same(0x0400))
-        value = builder.select(is_normal, normal, builder.bitcast(scaled, _WORDS))
-        sign = builder.shl(builder.and_(bits, same(0x8000)), same(16))
-        return builder.bitcast(builder.or_(value, sign), _VECTOR)
-
-    return VECTOR(words, types.intp), code
-
-
-@intrinsic
-def load_bfloat(typing_context: Compiled, words: Compiled, index: Compiled) -> Compiled:
-    """``words[index : index + LANES]``, bfloat16 bits as uint16, as a float32 vector; exact."""
-
-    def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
-        bits = _words(context, builder, signature.args[0], *args)
-        return builder.bitcast(builder.shl(bits, ir.Constant(_WORDS, [16] * LANES)), _VECTOR)
-
-    return VECTOR(words, types.intp), code
-
-
 @intrinsic
 def store(typing_context: Compiled, array: Compiled, index: Compiled, vector: Compiled) -> Compiled:
     """``array[index : index + LANES] = vector``."""
@@ -250,3 +205,33 @@ def at_address(typing_context: Compiled, address: Compiled) -> Compiled:
 def bits_of(array: np.ndarray) -> np.ndarray:
     """The float32 array's memory as int32."""
     return array.view(np.int32)
+
+
+@intrinsic
+def bits_in(typing_context: Compiled, x: Compiled) -> Compiled:
+    """The bits of one float32 as uint32."""
+    return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], _I32)
+
+
+@intrinsic
+def float_of(typing_context: Compiled, bits: Compiled) -> Compiled:
+    """The float32 of these bits, uint32."""
+    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.FloatType()
+    )
+
+
+@helper
+def from_half(half):
+    """The float32 that a half is, of its bits, uint16; in a loop LLVM makes vectors of it.
+
+    Denormals, of which gradients are full, are converted as the integers that they are: as float32 denormals on the
+    way they would take a hundred times as long.
+    """
+    bits = uint32(half)
+    magnitude = bits & uint32(0x7FFF)
+    exponent = uint32(0x70000000) if magnitude >= uint32(0x7C00) else uint32(0x38000000)  # infinity and NaN first
+    normal = (magnitude << uint32(13)) + exponent
+    denormal = bits_in(np.float32(int32(magnitude)) * np.float32(2.0**-24))
+    value = normal if magnitude >= uint32(0x0400) else denormal
+    return float_of(value | (bits & uint32(0x8000)) << uint32(16))

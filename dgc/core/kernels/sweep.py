@@ -10,14 +10,13 @@ Imports Numba, as do ``cpu``, ``simd``, ``threads`` and ``compile``: to be loade
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 from ctypes import addressof, c_char
 from typing import Any
 
 import numpy as np
-from numba import carray, types
+from numba import carray, types, uint32
 from numba.extending import register_jitable
 
 from dgc.core.kernels import threshold as rules
@@ -31,9 +30,9 @@ from dgc.core.kernels.simd import (
     bits_of,
     count_bits,
     fetch_add,
+    float_of,
+    from_half,
     load,
-    load_bfloat,
-    load_half,
     lowest_bit,
     multiply,
     prefetch,
@@ -261,32 +260,12 @@ def widen(address, code, start, count, out):
             out[i] = double[i]
     else:
         words = carray(at_address(address), (start + count,), types.uint16)[start:]
-        whole = count // LANES * LANES
         if code == FLOAT16:
-            for i in range(0, whole, LANES):
-                store(out, i, load_half(words, i))
-            for i in range(whole, count):
-                out[i] = _half(words[i])
+            for i in range(count):
+                out[i] = from_half(words[i])
         else:
-            for i in range(0, whole, LANES):
-                store(out, i, load_bfloat(words, i))
-            bits = np.empty(1, np.uint32)
-            for i in range(whole, count):
-                bits[0] = np.uint32(words[i]) << np.uint32(16)
-                out[i] = bits.view(np.float32)[0]
-
-
-@helper
-def _half(word):
-    """The number whose float16 bits ``word`` is."""
-    exponent, fraction = (np.int64(word) >> 10) & 31, np.int64(word) & 1023
-    if exponent == 31:
-        value = np.nan if fraction else np.inf
-    elif exponent == 0:
-        value = fraction * 2.0**-24
-    else:
-        value = math.ldexp(float(1024 + fraction), exponent - 25)  # type: ignore[arg-type]
-    return -value if word & 0x8000 else value
+            for i in range(count):
+                out[i] = float_of(uint32(words[i]) << uint32(16))
 
 
 @helper
@@ -417,7 +396,7 @@ def _learn(row, k, used, count, kth):
     rules.learn(row, k, used, count, kth)
 
 
-@entry()
+@entry
 def prepare(integers, reals, thresholds, selecting):
     """Fill the columns of the work tables that depend on the thresholds.
 
@@ -443,7 +422,7 @@ def prepare(integers, reals, thresholds, selecting):
     return chunks, room + LANES, out, elements
 
 
-@entry()
+@entry
 def begin(integers, chunk_table, left, spent, nonfinite, taken):
     """Set the scratch arrays of :func:`compress_chunks` up; for their meaning see there."""
     nonfinite[:] = 0
@@ -455,7 +434,7 @@ def begin(integers, chunk_table, left, spent, nonfinite, taken):
             chunk_table[0, integers[s, FIRST_CHUNK] + c] = s
 
 
-@entry()
+@entry
 def outcome(taken, nonfinite):
     """What :func:`compress_chunks` left: whether a segment is UNFINISHED, entries picked, and non-finite met."""
     unfinished, total, met = False, 0, False
@@ -503,7 +482,7 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
     return min(total, k)
 
 
-@entry()
+@entry
 def compress_chunks(
     worker, progress, chunks, integers, reals, thresholds, u, v, selecting, room, chunk_table, left,
     positions, values, spent, nonfinite, taken, out_positions, out_values,
@@ -692,7 +671,7 @@ def _write(v, bits, key, ties, offset, out_positions, out_values):
         i += 1 if last else LANES
 
 
-@entry()
+@entry
 def select_whole(
     worker, progress, count, v, integers, thresholds, which, out_positions, out_values, taken
 ):  # fmt: skip
@@ -724,7 +703,7 @@ def select_whole(
 # -- for a device, which has found the candidates ----------------------------------------------------------------------
 
 
-@entry()
+@entry
 def _choose(integers, reals, thresholds, positions, values, starts, counts, taken, out_positions, out_values):
     bits, like = bits_of(values), np.empty(1, np.float32)
     for s in range(len(integers)):

@@ -55,7 +55,7 @@ def default_threads(local_size: int | None = None) -> int:
     return max(1, available_cores() // max(1, local_size))
 
 
-@entry()
+@entry
 def _all_done(progress, pieces, looks):
     """Whether all pieces are done, looked for up to ``looks`` times."""
     for _ in range(looks):
