@@ -19,7 +19,7 @@ import numpy as np
 from dgc import errors
 from dgc.core.codecs import SPARSE_ID, IndexCodecId, SmallCodec, SparseCodec, ValueCodecId
 from dgc.core.config import entries_to_send
-from dgc.core.kernels.base import HostMemory, Memory
+from dgc.core.kernels.base import Memory
 from dgc.core.layout import Bucket
 from dgc.core.transport import Transport
 from dgc.errors import LayoutError, WireError
@@ -414,7 +414,7 @@ class Sender:
 
     def __init__(self, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
         """Allocate nothing yet; buffers, of ``memory``, follow the plan given to :meth:`start`."""
-        self._memory = memory or HostMemory()
+        self._memory = memory or Memory()
         self._bucket = bucket
         self._transport = transport
         self._joined = 0

@@ -5,7 +5,7 @@ import pytest
 
 from dgc import errors
 from dgc.core.compressors import make_config
-from dgc.core.kernels.base import HostMemory
+from dgc.core.kernels.base import Memory
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.message import HEADER_BYTES, MIN_MESSAGE_BYTES, Flags, Incoming, RemoteFailure, Sender, make_plan
 from dgc.transport.local import run_ranks
@@ -151,7 +151,7 @@ def test_a_message_of_another_step_is_refused():
 
 
 def test_buffers_stay_while_the_size_does():
-    class Counted(HostMemory):
+    class Counted(Memory):
         sizes = ()
 
         def host_array(self, n, dtype):

@@ -10,17 +10,19 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dgc.core.kernels.threshold import new_thresholds
+from dgc.core.kernels.threshold import COLUMNS, new_thresholds
 from dgc.errors import LayoutError
 
 Array: TypeAlias = Any
 """An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host."""
+
+MOST_ELEMENTS = 2**31
+"""Positions of candidates are int32."""
 
 
 @dataclass(slots=True)
@@ -69,66 +71,62 @@ class Selection:
     values: np.ndarray
 
 
-def check_positions(positions: np.ndarray, size: int) -> None:
-    """Refuse ascending positions beyond ``size`` elements; their ends tell whether all are inside."""
+def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
+    """Refuse what a pass over a bucket cannot work on."""
+    if v.dtype != np.float32 or u.dtype != np.float32:
+        raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
+    if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
+        raise LayoutError("u and v must be contiguous and 1-D, u not shorter than v")
+    if v.size >= MOST_ELEMENTS:
+        raise LayoutError(
+            f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
+        )
+    expected = (len(work), COLUMNS)
+    if thresholds is not None and (thresholds.shape != expected or not thresholds.flags.c_contiguous):
+        raise LayoutError(f"thresholds have shape {thresholds.shape}; expected {expected}, contiguous")
+    for w in work:
+        if w.offset < 0 or w.length < 0 or w.offset + w.length > v.size:
+            raise LayoutError(f"a segment at {w.offset} of {w.length} elements does not fit into {v.size}")
+
+
+def check_taken(positions: np.ndarray, decoded: np.ndarray, size: int) -> None:
+    """Refuse ascending positions beyond ``size`` elements, whose ends tell that, or without a decoded value each."""
     if positions.size and not (0 <= positions[0] and positions[-1] < size):
         raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
+    if decoded.shape != positions.shape:
+        raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
 
 
-class Memory(Protocol):
-    """The memory of one backend. n elements; *device* arrays are those that the backend's kernels work on."""
+class Memory:
+    """The memory that a backend's arrays are in: here the host's, NumPy arrays. n elements."""
 
     def zeros(self, n: int, dtype: DTypeLike) -> Array:
-        """Return a device array of zeros, (n,)."""
-        ...
+        """Return an array of zeros, (n,), that the kernels work on."""
+        return np.zeros(n, dtype)
 
     def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
         """Return host memory for what is sent, (n,), not initialised; page-locked where that helps."""
-        ...
+        return np.empty(n, dtype)
 
     def to_host(self, array: Array) -> np.ndarray:
-        """Return a copy of a device array. Waits."""
-        ...
+        """Return a copy on the host. Waits."""
+        copied: np.ndarray = array.copy()
+        return copied
 
     def copy_in(self, array: Array, values: np.ndarray) -> None:
-        """Overwrite a device array, (n,), with host values of any float type. Waits."""
-        ...
+        """Overwrite an array, (n,), with host values of any float type. Waits."""
+        array[...] = values
 
     def copy(self, array: Array, source: Array) -> None:
-        """Overwrite a device array, (n,), with another of its type, in the order of the kernels' work."""
-        ...
+        """Overwrite an array, (n,), with another of its type, in the order of the kernels' work."""
+        array[...] = source
 
     def fill(self, array: Array, value: float) -> None:
-        """Overwrite a device array with one value, in the order of the kernels' work."""
-        ...
+        """Overwrite an array with one value, in the order of the kernels' work."""
+        array.fill(value)
 
     def sum_of_squares(self, array: Array) -> float:
         """Return the sum of squares, added in float64. Waits."""
-        ...
-
-
-class HostMemory:
-    """NumPy arrays on both sides."""
-
-    def zeros(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
-        return np.zeros(n, dtype)
-
-    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
-        return np.empty(n, dtype)
-
-    def to_host(self, array: np.ndarray) -> np.ndarray:  # noqa: D102
-        return array.copy()
-
-    def copy_in(self, array: np.ndarray, values: np.ndarray) -> None:  # noqa: D102
-        array[...] = values
-
-    def copy(self, array: np.ndarray, source: np.ndarray) -> None:  # noqa: D102
-        array[...] = source
-
-    def fill(self, array: np.ndarray, value: float) -> None:  # noqa: D102
-        array.fill(value)
-
-    def sum_of_squares(self, array: np.ndarray) -> float:  # noqa: D102
         # Without a copy of the array in float64, in which nothing overflows.
         return float(np.einsum("i,i->", array, array, dtype=np.float64))
 
@@ -140,7 +138,7 @@ class Kernels(abc.ABC):
     """
 
     name: str
-    memory: Memory = HostMemory()
+    memory = Memory()
     """Of the arrays that the operations work on."""
 
     @property
@@ -178,14 +176,24 @@ class Kernels(abc.ABC):
         """Return (len,) float64: each gradient's sum of squares over its finite entries."""
 
     @abc.abstractmethod
+    def begin_selection(
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
+    ) -> Callable[[], Selection]:
+        """:meth:`accumulate_and_select` by other threads, while this one does something else.
+
+        What comes back finishes it and returns what was selected: nothing where ``thresholds`` is None. It must be
+        called once, whatever happens, before anything of the state is read; none of the arguments may be changed until
+        then.
+        """
+
     def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
         """Momentum correction, in place; returns whether a non-finite entry was met.
 
         ``u <- m*u + G``; then ``v <- v + u``, with Nesterov ``v <- v + G + m*u``. With m = 0, u is neither read nor
         written and ``v <- v + G``. Source: arXiv 1712.01887, Algorithm 4; u is the velocity in both forms.
         """
+        return self.begin_selection(work, u, v, None)().nonfinite
 
-    @abc.abstractmethod
     def accumulate_and_select(
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
     ) -> Selection:
@@ -193,16 +201,7 @@ class Kernels(abc.ABC):
 
         Ties go to the lower position. ``thresholds`` (S, c) is read and updated.
         """
-
-    def begin_selection(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
-    ) -> Callable[[], Selection]:
-        """:meth:`accumulate_and_select` by other threads, while this one does something else.
-
-        What comes back finishes it and returns what was selected. It must be called once, whatever happens, before
-        anything of the state is read; none of the arguments may be changed until then.
-        """
-        return partial(self.accumulate_and_select, work, u, v, thresholds)
+        return self.begin_selection(work, u, v, thresholds)()
 
     @abc.abstractmethod
     def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:

@@ -6,6 +6,8 @@ counts the pieces that were taken and that are done.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numba
@@ -13,7 +15,7 @@ import numpy as np
 from numba import carray, types
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_positions
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_taken, check_work
 from dgc.core.kernels.compile import entry, helper
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.simd import at_address, fetch_add, lowest_bit, prefetch_entry
@@ -25,14 +27,13 @@ from dgc.core.kernels.sweep import (
     Workspace,
     address_of,
     begin,
+    chosen,
     compress_chunks,
     make_table,
-    outcome,
     place_of,
     prepare,
     select_whole,
     widen,
-    without_gaps,
 )
 from dgc.core.kernels.threads import Team, default_threads
 from dgc.errors import LayoutError
@@ -42,9 +43,6 @@ ALONE = 65536
 
 PLACE = 32
 """A selected place takes as long as this many elements in a row: it misses the cache."""
-
-MOST_ELEMENTS = 2**31
-"""Candidates' positions are int32."""
 
 
 class NumbaKernels(Kernels):
@@ -100,34 +98,48 @@ class NumbaKernels(Kernels):
         tiles = int(firsts[-1])
         threads = self._threads_for(tiles * TILE)
         strips, sums = np.empty((threads, STRIP), np.float32), np.empty((threads, SUM_LANES))
-        partial, out = np.empty(tiles), np.empty(len(table))
+        partial = np.empty(tiles)
         self._team.run(threads, tile_sums, tiles, table, firsts, strips, sums, partial)
-        add_tiles(firsts, partial, out)
-        return out
-
-    def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:  # noqa: D102
-        return self._begin(work, u, v, None)().nonfinite
-
-    def accumulate_and_select(  # noqa: D102
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray
-    ) -> Selection:
-        return self._begin(work, u, v, thresholds)()
+        return np.array([math.fsum(partial[first:stop]) for first, stop in itertools.pairwise(firsts)])
 
     @property
     def overlaps(self) -> bool:  # noqa: D102
         return self._threads > 1
 
     def begin_selection(  # noqa: D102
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
-        return self._begin(work, u, v, thresholds, at_once=False)
+        check_work(work, u, v, thresholds)
+        integers, reals = make_table(work)
+        segments, selecting = len(work), thresholds is not None
+        if thresholds is None:
+            thresholds = np.empty((segments, rules.COLUMNS))
+        chunks, room, count, elements = prepare(integers, reals, thresholds, selecting)
+        threads = self._threads_for(elements)
+        scratch = self._workspace.borrow(threads, segments, chunks, room)
+        positions, values = np.empty(count, np.int64), np.empty(count, np.float32)
+        taken, nonfinite = np.zeros(segments, np.int64), np.zeros(threads, np.int64)
+        begin(integers, scratch.chunks, scratch.left, scratch.spent)
+        under_way = self._team.start(
+            min(threads - 1, chunks),
+            compress_chunks, chunks, integers, reals, thresholds, u, v, selecting, room, scratch.chunks, scratch.left,
+            scratch.positions, scratch.values, scratch.spent, nonfinite, taken, positions, values, keeps=work,
+        )  # fmt: skip
+
+        def finish() -> Selection:
+            under_way.finish()
+            self._workspace.kept.append(scratch)
+            if (which := np.flatnonzero(taken == UNFINISHED)).size:
+                self._team.run(
+                    threads, select_whole, which.size, v, integers, thresholds, which, positions, values, taken
+                )
+            return chosen(integers, taken, positions, values, bool(nonfinite.any()))
+
+        return finish
 
     def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
-        check_positions(positions, min(u.size, v.size))
-        decoded = np.ascontiguousarray(decoded, v.dtype)
-        if decoded.shape != positions.shape:
-            raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
-        k = positions.size
+        check_taken(positions, decoded, min(u.size, v.size))
+        decoded, k = np.ascontiguousarray(decoded, v.dtype), positions.size
         self._team.run(self._threads_for(PLACE * k), mask_places, -(-k // PART), u, v, positions, decoded, masking)
 
     def scatter_add(  # noqa: D102
@@ -179,64 +191,6 @@ class NumbaKernels(Kernels):
 
     def _threads_for(self, elements: int) -> int:
         return 1 if elements < ALONE else self._threads
-
-    def _begin(
-        self,
-        work: Sequence[SegmentWork],
-        u: np.ndarray,
-        v: np.ndarray,
-        thresholds: np.ndarray | None,
-        *,
-        at_once: bool = True,
-    ) -> Callable[[], Selection]:
-        """Let other threads begin with a pass; what comes back goes on with it, to be called exactly once.
-
-        ``at_once``: it is called right away, so that there is no use in waking a thread for the only chunk.
-        """
-        if v.dtype != np.float32 or u.dtype != np.float32:
-            raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
-        if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
-            raise LayoutError("u and v must be contiguous and 1-D, u not shorter than v")
-        if v.size >= MOST_ELEMENTS:
-            raise LayoutError(
-                f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
-            )
-        integers, reals = make_table(work, v.size)
-        segments, selecting = len(work), thresholds is not None
-        if thresholds is None:
-            thresholds = np.empty((segments, rules.COLUMNS))
-        elif thresholds.shape != (segments, rules.COLUMNS) or not thresholds.flags.c_contiguous:
-            raise LayoutError(
-                f"thresholds have shape {thresholds.shape}; expected ({segments}, {rules.COLUMNS}), contiguous"
-            )
-        chunks, room, count, elements = prepare(integers, reals, thresholds, selecting)
-        threads = self._threads_for(elements)
-        scratch = self._workspace.borrow(threads, segments, chunks, room)
-        positions, values = np.empty(count, np.int64), np.empty(count, np.float32)
-        taken, nonfinite = np.empty(segments, np.int64), np.empty(threads, np.int64)
-        begin(integers, scratch.chunks, scratch.left, scratch.spent, nonfinite, taken)
-        under_way = self._team.start(
-            min(threads, chunks) - 1 if at_once else min(threads - 1, chunks),
-            compress_chunks, chunks, integers, reals, thresholds, u, v, selecting, room, scratch.chunks, scratch.left,
-            scratch.positions, scratch.values, scratch.spent, nonfinite, taken, positions, values, keeps=work,
-        )  # fmt: skip
-
-        def finish() -> Selection:
-            under_way.finish()
-            self._workspace.kept.append(scratch)
-            unfinished, total, met = outcome(taken, nonfinite)
-            if unfinished:
-                which = np.flatnonzero(taken == UNFINISHED)
-                self._team.run(
-                    threads, select_whole, which.size, v, integers, thresholds, which, positions, values, taken
-                )
-                total = int(taken.sum())
-            if total < count:
-                given, picked = without_gaps(integers, taken, positions, values)
-                return Selection(given, met, picked)
-            return Selection(positions, met, values)
-
-        return finish
 
 
 # -- dense work: sums of squares for clipping, and momentum SGD on an averaged gradient --------------------------------
@@ -296,16 +250,6 @@ def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
         stop = min(start + TILE, length)
         partial[tile] = _squares_of_tile(address, code, start, stop, strips[worker], sums[worker])
         fetch_add(progress, 1, 1)
-
-
-@entry
-def add_tiles(tiles, partial, out):
-    """``out[s]`` = the sum of tiles ``tiles[s]`` to ``tiles[s + 1]``, in order."""
-    for s in range(out.size):
-        total = 0.0
-        for tile in range(tiles[s], tiles[s + 1]):
-            total += partial[tile]
-        out[s] = total
 
 
 @entry

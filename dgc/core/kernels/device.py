@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_positions
-from dgc.core.kernels.threshold import COLUMNS
+from dgc.core.kernels.base import (
+    Array,
+    Kernels,
+    Memory,
+    MomentumRule,
+    SegmentWork,
+    Selection,
+    check_taken,
+    check_work,
+)
 from dgc.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -29,8 +37,6 @@ MORE, FEW = 1.25, 256
 wait."""
 SQUARED_AT_ONCE = 1 << 22
 """Elements whose squares are added up together, from a copy in float64."""
-MOST_ELEMENTS = 2**31
-"""Candidates' places are int32."""
 _ALIGNMENT = 16  # of what is copied together, and of tensors in a bucket
 
 
@@ -259,7 +265,7 @@ class Device(ABC):
             return [there[s : s + a.nbytes].view(a.dtype) for s, a in zip([0, *stops], given, strict=False)]
 
 
-class DeviceMemory:
+class DeviceMemory(Memory):
     """The device's memory; see :class:`dgc.core.kernels.base.Memory`."""
 
     def __init__(self, device: Device, sums_of_squares: Callable[[Sequence[Array]], np.ndarray]) -> None:
@@ -402,26 +408,48 @@ class DeviceKernels(Kernels):
                 np.add.at(out, [s for s, _ in group], sums)
         return out
 
-    def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
-        """See :class:`dgc.core.kernels.base.Kernels`. Waits."""
-        return self._begin(work, u, v, None)().nonfinite
-
-    def accumulate_and_select(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
-    ) -> Selection:
-        """See :class:`dgc.core.kernels.base.Kernels`. Waits."""
-        return self._begin(work, u, v, thresholds)()
-
     def begin_selection(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
+        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
         """See :class:`dgc.core.kernels.base.Kernels`. What comes back waits."""
-        return self._begin(work, u, v, thresholds)
+        from dgc.core.kernels.sweep import Choice
+
+        kind, entry = np.dtype(v.dtype), entry_type(np.dtype(v.dtype))
+        check_work(work, u, v, thresholds)
+        choice = None if thresholds is None else Choice(work, thresholds)
+        with self._lock, self.device:
+            room, head = 0 if choice is None else choice.room, -(-(2 + len(work)) // 4) * _ALIGNMENT
+            found = self.device.xp.zeros(head + entry.itemsize * room, np.uint8)
+            table, stop = self._rows(work)
+            table["limit"], table["most"] = (np.inf, 0) if choice is None else (choice.limits, choice.most)
+            if stop:
+                where, _ = self._where(table, stop)
+                self._texts["sweep"](*where, u[:stop], v[:stop], found[:head].view(np.int32), found[head:])
+            expected = min(room, self._expected.get(id(v), room))
+            host = self.device.host_array(head + entry.itemsize * expected, np.uint8)
+            self.device.fetch(found[: host.size], host)
+            event = self.device.record()
+
+        def finish() -> Selection:
+            event.synchronize()
+            met = host[:head].view(np.int32)
+            count, nonfinite = int(met[0]), bool(met[1])
+            if choice is None:
+                return Selection(np.empty(0, np.int64), nonfinite, np.empty(0, kind))
+            self._expected[id(v)] = int(MORE * count) + FEW
+            entries = host[head:]
+            if expected < count:
+                with self._lock:
+                    more = found[head + entry.itemsize * expected : head + entry.itemsize * count]
+                    entries = np.concatenate([entries, self.device.host_of(more)])
+            entries = entries[: entry.itemsize * count].view(entry)
+            self._choose(choice, entries, met[2 : 2 + len(work)], v)
+            return choice.selection(nonfinite)
+
+        return finish
 
     def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
-        check_positions(positions, min(u.size, v.size))
-        if decoded.shape != positions.shape:
-            raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
+        check_taken(positions, decoded, min(u.size, v.size))
         if positions.size:
             with self._lock, self.device:
                 at, sent = self.device.send(positions, decoded.astype(v.dtype, copy=False))
@@ -480,45 +508,6 @@ class DeviceKernels(Kernels):
         self.update([Part(0, result.size, None, parameter, *options, result=result)], mean, u)
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _begin(
-        self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
-    ) -> Callable[[], Selection]:
-        from dgc.core.kernels.sweep import Choice
-
-        kind, entry = np.dtype(v.dtype), entry_type(np.dtype(v.dtype))
-        _check(work, u, v, thresholds)
-        choice = None if thresholds is None else Choice(work, thresholds)
-        with self._lock, self.device:
-            room, head = 0 if choice is None else choice.room, -(-(2 + len(work)) // 4) * _ALIGNMENT
-            found = self.device.xp.zeros(head + entry.itemsize * room, np.uint8)
-            table, stop = self._rows(work)
-            table["limit"], table["most"] = (np.inf, 0) if choice is None else (choice.limits, choice.most)
-            if stop:
-                where, _ = self._where(table, stop)
-                self._texts["sweep"](*where, u[:stop], v[:stop], found[:head].view(np.int32), found[head:])
-            expected = min(room, self._expected.get(id(v), room))
-            host = self.device.host_array(head + entry.itemsize * expected, np.uint8)
-            self.device.fetch(found[: host.size], host)
-            event = self.device.record()
-
-        def finish() -> Selection:
-            event.synchronize()
-            met = host[:head].view(np.int32)
-            count, nonfinite = int(met[0]), bool(met[1])
-            if choice is None:
-                return Selection(np.empty(0, np.int64), nonfinite, np.empty(0, kind))
-            self._expected[id(v)] = int(MORE * count) + FEW
-            entries = host[head:]
-            if expected < count:
-                with self._lock:
-                    more = found[head + entry.itemsize * expected : head + entry.itemsize * count]
-                    entries = np.concatenate([entries, self.device.host_of(more)])
-            entries = entries[: entry.itemsize * count].view(entry)
-            self._choose(choice, entries, met[2 : 2 + len(work)], v)
-            return choice.selection(nonfinite)
-
-        return finish
 
     def _choose(self, choice: Choice, entries: np.ndarray, totals: np.ndarray, v: Array) -> None:
         """Choose among the candidates, and where they were of no use among all entries."""
@@ -620,17 +609,3 @@ def _place_of(array: Array, length: int, what: str) -> tuple[int, int]:
             f"the {what} has type {array.dtype}; allowed: float16, float32, float64, and uint16 as bits of bfloat16"
         )
     return array.data.ptr, kind
-
-
-def _check(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
-    if v.dtype != np.float32 or u.dtype != np.float32 or u.size < v.size:
-        raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
-    if v.size >= MOST_ELEMENTS:
-        raise LayoutError(
-            f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
-        )
-    if thresholds is not None and thresholds.shape != (len(work), COLUMNS):
-        raise LayoutError(f"thresholds have shape {thresholds.shape}; expected ({len(work)}, {COLUMNS})")
-    for w in work:
-        if w.offset < 0 or w.length < 0 or w.offset + w.length > v.size:
-            raise LayoutError(f"a segment at {w.offset} of {w.length} elements does not fit into {v.size}")

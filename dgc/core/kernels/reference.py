@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -71,8 +72,13 @@ class ReferenceKernels(Kernels):
             np.copyto(v[span], sums, where=fits)
         return nonfinite
 
+    def begin_selection(  # noqa: D102
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray | None
+    ) -> Callable[[], Selection]:
+        return partial(self.accumulate_and_select, work, u, v, thresholds)
+
     def accumulate_and_select(  # noqa: D102
-        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray
+        self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray | None
     ) -> Selection:
         nonfinite = self.accumulate(work, u, v)
         chosen = [w.offset + top_k(v[w.offset : w.offset + w.length], w.k) for w in work]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from ctypes import addressof, c_char
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,6 @@ FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = range(4)
 NO_MOMENTUM, HEAVY_BALL, NESTEROV = range(3)
 """Forms of momentum."""
 
-_character_at = c_char.from_buffer
 _FLOAT32 = np.dtype(np.float32)
 _CODES = {
     _FLOAT32: FLOAT32,
@@ -95,36 +93,31 @@ def element_code(array: np.ndarray, length: int, what: str) -> int:
 
 def address_of(array: np.ndarray) -> int:
     """Address of a contiguous array's first element; the way around by ``array.ctypes`` takes four times as long."""
-    try:
-        return addressof(_character_at(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError, BufferError):  # read-only, empty, or a type that buffers do not know
-        return array.ctypes.data
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
     """Address and type of a 1-D array of ``length`` elements."""
     # The common case first: after a pass the caches are cold, and each further test fetches its code anew.
     if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
-        return addressof(_character_at(array)), FLOAT32  # type: ignore[arg-type]
+        return address_of(array), FLOAT32
     return address_of(array), element_code(array, length, what)
 
 
-def make_table(work: Sequence[SegmentWork], size: int) -> tuple[np.ndarray, np.ndarray]:
+def make_table(work: Sequence[SegmentWork]) -> tuple[np.ndarray, np.ndarray]:
     """Return the (S, 13) int64 and (S, 4) float64 tables of a bucket's work."""
     given: list[int] = []
     reals: list[float] = []
     for w in work:
-        length, offset = w.length, w.offset
-        if offset < 0 or length < 0 or offset + length > size:
-            raise LayoutError(f"a segment at {offset} of {length} elements does not fit into {size}")
-        decay, place = w.weight_decay, (0, 0)
+        length, decay, place = w.length, w.weight_decay, (0, 0)
         if decay and w.parameter is not None:
             place = place_of(w.parameter, length, "parameter")
         m = w.momentum
         form = (NESTEROV if w.nesterov else HEAVY_BALL) if m else NO_MOMENTUM
         given += place_of(w.gradient, length, "gradient")
         given += place
-        given += (offset, length, min(w.k, length), form)
+        given += (w.offset, length, min(w.k, length), form)
         reals += (m, decay, w.scale, 0.0)
     integers = np.zeros((len(work), INTEGERS), np.int64)
     integers[:, :KEY] = np.array(given, np.int64).reshape(len(work), KEY)
@@ -368,17 +361,6 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
             n += np.int64(candidate > key) | tie
 
 
-@helper
-def write_all(positions, values, starts, counts, first, last, out_positions, out_values, place):
-    """Write all candidates from ``place`` on, in order."""
-    n = place
-    for c in range(first, last):
-        for i in range(starts[c], starts[c] + counts[c]):
-            out_positions[n] = positions[i]
-            out_values[n] = values[i]
-            n += 1
-
-
 CHUNK = 131072
 """Elements that a thread takes at a time; a multiple of LANES."""
 
@@ -423,27 +405,13 @@ def prepare(integers, reals, thresholds, selecting):
 
 
 @entry
-def begin(integers, chunk_table, left, spent, nonfinite, taken):
+def begin(integers, chunk_table, left, spent):
     """Set the scratch arrays of :func:`compress_chunks` up; for their meaning see there."""
-    nonfinite[:] = 0
-    taken[:] = 0
     for s in range(len(integers)):
         spent[:, s] = 0
         left[s] = (integers[s, LENGTH] + CHUNK - 1) // CHUNK
         for c in range(left[s]):
             chunk_table[0, integers[s, FIRST_CHUNK] + c] = s
-
-
-@entry
-def outcome(taken, nonfinite):
-    """What :func:`compress_chunks` left: whether a segment is UNFINISHED, entries picked, and non-finite met."""
-    unfinished, total, met = False, 0, False
-    for n in taken:
-        unfinished |= n == UNFINISHED
-        total += n
-    for n in nonfinite:
-        met |= n != 0
-    return unfinished, total, met
 
 
 @helper
@@ -468,16 +436,15 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
     if total < k and used > 0.0 and total < ENOUGH * k:
         return UNFINISHED
     if total <= k:
-        write_all(positions, values, starts, counts, first, last, out_positions, out_values, integers[s, OUT])
+        kth_bits, ties = np.int64(0), np.int64(0)  # all of them
         kth = rules.estimate(thresholds[s], k, used, total) if used > 0.0 else 0.0
     if total >= k:
         kth_bits, ties = kth_key(bits, starts, counts, first, last, total, k)
         kth = value_of(kth_bits, like)
-        if total > k:
-            write_largest(
-                positions, values, bits, starts, counts, first, last, kth_bits, ties, k, out_positions, out_values,
-                integers[s, OUT],
-            )  # fmt: skip
+    write_largest(
+        positions, values, bits, starts, counts, first, last, kth_bits, ties, min(total, k), out_positions, out_values,
+        integers[s, OUT],
+    )  # fmt: skip
     _learn(thresholds[s], k, used, total, kth)
     return min(total, k)
 
@@ -547,12 +514,14 @@ def compress_chunks(
         fetch_add(progress, 1, 1)
 
 
-def without_gaps(
-    integers: np.ndarray, taken: np.ndarray, positions: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and values of all segments, where some have picked fewer than there is room for."""
-    inside = [slice(out, out + n) for out, n in zip(integers[:, OUT], taken, strict=True)]
-    return np.concatenate([positions[i] for i in inside]), np.concatenate([values[i] for i in inside])
+def chosen(
+    integers: np.ndarray, taken: np.ndarray, positions: np.ndarray, values: np.ndarray, nonfinite: bool
+) -> Selection:
+    """What was picked of all segments, where some may have picked fewer than there is room for."""
+    if int(taken.sum()) < positions.size:
+        inside = [slice(out, out + n) for out, n in zip(integers[:, OUT], taken, strict=True)]
+        positions, values = np.concatenate([positions[i] for i in inside]), np.concatenate([values[i] for i in inside])
+    return Selection(positions, nonfinite, values)
 
 
 class Scratch:
@@ -728,11 +697,11 @@ class Choice:
         self._integers[:, OFFSET] = [w.offset for w in work]
         self._integers[:, LENGTH] = [w.length for w in work]
         self._integers[:, ENTRIES] = [max(0, min(w.k, w.length)) for w in work]
-        _, _, self._k, _ = prepare(self._integers, self._reals, thresholds, True)
+        _, _, k, _ = prepare(self._integers, self._reals, thresholds, True)
         self.most = self._integers[:, MOST]
         self.limits = np.where(self.most > 0, self._reals[:, USED], np.inf)
         self.room = int(self.most.sum())
-        self._positions, self._values = np.empty(self._k, np.int64), np.empty(self._k, np.float32)
+        self._positions, self._values = np.empty(k, np.int64), np.empty(k, np.float32)
         self._taken = np.full(len(work), UNFINISHED)
 
     def among(self, places: np.ndarray, values: np.ndarray, totals: np.ndarray) -> np.ndarray:
@@ -780,7 +749,4 @@ class Choice:
 
     def selection(self, nonfinite: bool) -> Selection:
         """What was chosen of all segments, in order."""
-        positions, values = self._positions, self._values
-        if int(self._taken.sum()) < self._k:
-            positions, values = without_gaps(self._integers, self._taken, positions, values)
-        return Selection(positions, nonfinite, values)
+        return chosen(self._integers, self._taken, self._positions, self._values, nonfinite)

@@ -25,7 +25,8 @@ class LateKernels(NumbaKernels):
         super().__init__(1)
 
     def begin_selection(self, work, u, v, thresholds):
-        return lambda: self.accumulate_and_select(work, u, v, thresholds)
+        begin = super().begin_selection
+        return lambda: begin(work, u, v, thresholds)()
 
 
 OPTIONS = dict(shapes=SHAPES, bucket_bytes=400_000, momentum=0.9, sparsity=0.99, values="float16")

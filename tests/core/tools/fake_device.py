@@ -59,6 +59,7 @@ class ndarray:
     dtype = property(lambda self: self._a.dtype)
     size = property(lambda self: self._a.size)
     shape = property(lambda self: self._a.shape)
+    ndim = property(lambda self: self._a.ndim)
     nbytes = property(lambda self: self._a.nbytes)
     flags = property(lambda self: self._a.flags)
     data = property(lambda self: SimpleNamespace(ptr=self._a.ctypes.data))
