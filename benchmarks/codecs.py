@@ -76,11 +76,11 @@ def measure(kind: str, name: str, n: int, k: int, repeats: int) -> Row:
     encode: Callable[[], int]
     decode: Callable[[], object]
     if kind == "index":
-        index = codecs.index_codec(name)
+        index = codecs.INDEX_CODECS[name]
         block = np.empty(index.max_bytes(n, k), np.uint8)
         encode, decode = lambda: index.encode(positions, n, block), lambda: index.decode(block, n, k)
     else:
-        value = codecs.value_codec(name)
+        value = codecs.VALUE_CODECS[name]
         values = (1e-4 * rng.standard_normal(k)).astype(np.float32)
         block = np.empty(value.max_bytes(k, SEGMENTS), np.uint8)
         encode, decode = lambda: value.encode(values, bounds, block), lambda: value.decode(block, k, bounds)
@@ -118,8 +118,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30, help="timed calls per figure")
     options = parser.parse_args()
     n = options.elements
-    chosen = [("index", name) for name in codecs.index_codec_names()]
-    chosen += [("value", name) for name in codecs.value_codec_names()]
+    chosen = [("index", name) for name in codecs.INDEX_CODECS]
+    chosen += [("value", name) for name in codecs.VALUE_CODECS]
     rows = [measure(kind, name, n, int(n * density), options.repeats) for density in DENSITIES for kind, name in chosen]
     ratios = pairs(rows)
     if options.json:

@@ -29,7 +29,7 @@ import numba  # noqa: E402
 import numpy as np  # noqa: E402
 from contract_tools import CASES, Alone, Case  # noqa: E402
 
-from dgc.core.codecs import check_positions, index_codec_names, padded, value_codec_names  # noqa: E402
+from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS, check_positions, padded  # noqa: E402
 from dgc.core.compressors import SparseValues  # noqa: E402
 from dgc.core.message import (  # noqa: E402  # noqa: E402
     HEADER_BYTES,
@@ -115,8 +115,8 @@ def mutate(message: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def targets() -> dict[str, Target]:
     """Every case of the contract tests, and every pair of codecs."""
     found = {str(case): Target(case) for case in CASES}
-    for indices in index_codec_names():
-        for values in value_codec_names():
+    for indices in INDEX_CODECS:
+        for values in VALUE_CODECS:
             case = Case("dgc", {"sparsity": 0.9, "indices": indices, "values": values})
             found[str(case)] = Target(case)
     return found

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from dgc.core.codecs import index_codec_names, value_codec_names
+from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc.core.compressors import OWN_NUMBERS, compressor_class, compressor_names, make_config
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange
@@ -115,8 +115,8 @@ def compile_all() -> str:
 
     cases: list[tuple[str, dict[str, object]]] = [(name, {}) for name in compressor_names()]
     cases += [("qsgd", {"norm": "max"}), ("dgc", {"local_grad_clip_norm": 1.0})]
-    cases += [("dgc", {"indices": name}) for name in index_codec_names()]
-    cases += [("dgc", {"values": name, "small": name}) for name in value_codec_names()]
+    cases += [("dgc", {"indices": name}) for name in INDEX_CODECS]
+    cases += [("dgc", {"values": name, "small": name}) for name in VALUE_CODECS]
     for name, options in cases:
         compiled(make_config(options, algorithm=name), lambda: choose_kernels("cpu"), lambda kernels: kernels)
     return cache_directory()

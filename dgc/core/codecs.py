@@ -11,7 +11,6 @@ the layout, which a receiver has.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from enum import IntEnum, unique
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -502,13 +501,13 @@ def _by_name(*codecs: Any) -> dict[str, Any]:
     return {codec.name: codec for codec in codecs}
 
 
-_INDEX_CODECS: dict[str, IndexCodec] = _by_name(Uint16Indices(), EliasFanoIndices())
-_VALUE_CODECS: dict[str, ValueCodec] = _by_name(
+INDEX_CODECS: dict[str, IndexCodec] = _by_name(Uint16Indices(), EliasFanoIndices())
+VALUE_CODECS: dict[str, ValueCodec] = _by_name(
     Float16Values(), Float32Values(), IntegerValues(8), IntegerValues(3), Int2Values()
 )
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "indices": (IndexCodec, _INDEX_CODECS),
-    "values": (ValueCodec, _VALUE_CODECS),
+    "indices": (IndexCodec, INDEX_CODECS),
+    "values": (ValueCodec, VALUE_CODECS),
 }
 
 
@@ -536,34 +535,6 @@ def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
     table[codec.name] = codec
 
 
-def index_codec_names() -> tuple[str, ...]:
-    """Return the names of all index codecs."""
-    return tuple(_INDEX_CODECS)
-
-
-def value_codec_names() -> tuple[str, ...]:
-    """Return the names of all value codecs."""
-    return tuple(_VALUE_CODECS)
-
-
-def index_codec(name: str) -> IndexCodec:
-    """Return the index codec of this name."""
-    if name not in _INDEX_CODECS:
-        raise _unknown(name, "indices", _INDEX_CODECS)
-    return _INDEX_CODECS[name]
-
-
-def value_codec(name: str) -> ValueCodec:
-    """Return the value codec of this name."""
-    if name not in _VALUE_CODECS:
-        raise _unknown(name, "values", _VALUE_CODECS)
-    return _VALUE_CODECS[name]
-
-
-def _unknown(name: str, option: str, known: Iterable[str]) -> ConfigError:
-    return ConfigError(f"{option}={name!r} is unknown. Choose one of {', '.join(repr(each) for each in known)}.")
-
-
 # -- a bucket's blocks ---------------------------------------------------------------------------------------------
 
 
@@ -573,8 +544,8 @@ class SparseCodec:
     def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
         self._bucket = bucket
         n = bucket.sparse_size
-        self.indices = index_codec(indices)
-        self.values = value_codec(values)
+        self.indices = INDEX_CODECS[indices]
+        self.values = VALUE_CODECS[values]
         self.max_bytes = padded(self.indices.max_bytes(n, k) + self.values.max_bytes(k, len(bucket.sparse))) if k else 0
         """Payload bytes that hold any k entries."""
 
@@ -608,7 +579,7 @@ class SmallCodec:
     """
 
     def __init__(self, bucket: Bucket, name: str) -> None:
-        self.values = value_codec(name)
+        self.values = VALUE_CODECS[name]
         self.size = bucket.small_size
         segments = [s for s in bucket.small if s.length]
         self._starts = np.array([s.offset - bucket.sparse_size for s in segments], np.int64)

@@ -16,7 +16,7 @@ from documented import own_names, shown
 import dgc
 from dgc.adapter import signatures
 from dgc.adapter.compressor import ADAPTER_OPTIONS
-from dgc.core.codecs import index_codec, index_codec_names, value_codec, value_codec_names
+from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS, register_codec
 from dgc.core.compressors import compressor_class, make_config
 
 INTERNAL = {"error_feedback"}
@@ -117,14 +117,11 @@ def test_shared_options_are_told_alike_everywhere():
 
 
 @pytest.mark.parametrize(
-    ("hint", "names", "codec"),
-    [
-        (signatures.IndexCodec, index_codec_names, index_codec),
-        (signatures.ValueCodec, value_codec_names, value_codec),
-    ],
+    ("hint", "codecs"), [(signatures.IndexCodec, INDEX_CODECS), (signatures.ValueCodec, VALUE_CODECS)]
 )
-def test_codecs(hint, names, codec):
-    ours = [name for name in names() if type(codec(name)).__module__ == codec.__module__]  # not those of other tests
+def test_codecs(hint, codecs):
+    module = register_codec.__module__  # not those of other tests
+    ours = [name for name, codec in codecs.items() if type(codec).__module__ == module]
     assert set(typing.get_args(hint)) == set(ours)
 
 

@@ -9,7 +9,7 @@ import pytest
 from codec_tools import read_back
 from exchange_tools import first_gradients, gradient, make_exchange, run_step, train
 
-from dgc.core.codecs import ValueCodec, padded, register_codec, value_codec
+from dgc.core.codecs import VALUE_CODECS, ValueCodec, padded, register_codec
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.base import SegmentWork, Selection
 from dgc.core.kernels.reference import ReferenceKernels, top_k
@@ -55,7 +55,7 @@ register_codec("values", POWER)
 
 def test_a_codec_is_found_by_its_name():
     assert isinstance(POWER, ValueCodec)
-    assert value_codec("power") is POWER
+    assert VALUE_CODECS["power"] is POWER
 
 
 def test_a_codec_keeps_what_the_protocol_promises():

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from codec_tools import read_back
 
-from dgc.core import codecs, header
+from dgc.core import codecs
+from dgc.core.message import HEADER_BYTES, Flags, unpack_header
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -20,8 +21,8 @@ regenerate_wire = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(regenerate_wire)
 
 CASES = regenerate_wire.cases()
-INDEX_CODECS = [codecs.index_codec(member.name.lower()) for member in codecs.IndexCodecId if member]
-VALUE_CODECS = [codecs.value_codec(member.name.lower()) for member in codecs.ValueCodecId if member]
+INDEX_CODECS = [codecs.INDEX_CODECS[member.name.lower()] for member in codecs.IndexCodecId if member]
+VALUE_CODECS = [codecs.VALUE_CODECS[member.name.lower()] for member in codecs.ValueCodecId if member]
 
 
 def stored(name):
@@ -61,18 +62,18 @@ def test_stored_values_can_be_read(codec):
 
 def test_stored_message_can_be_read_from_its_header_alone():
     message = stored("message_uint16_float16")
-    head = header.unpack_header(message)
-    payload = message[header.HEADER_BYTES :][: head.payload_bytes]
+    head = unpack_header(message)
+    payload = message[HEADER_BYTES:][: head.payload_bytes]
     n, segments = regenerate_wire.MESSAGE_SEGMENTS[-1], regenerate_wire.MESSAGE_SEGMENTS
-    index_codec = codecs.index_codec(codecs.IndexCodecId(head.index_codec).name.lower())
-    value_codec = codecs.value_codec(codecs.ValueCodecId(head.value_codec).name.lower())
+    index_codec = codecs.INDEX_CODECS[codecs.IndexCodecId(head.index_codec).name.lower()]
+    value_codec = codecs.VALUE_CODECS[codecs.ValueCodecId(head.value_codec).name.lower()]
     positions, used = index_codec.decode(payload, n, head.count)
     bounds = np.searchsorted(positions, segments)
     values, used_too = value_codec.decode(payload[used:], head.count, bounds)
     assert positions.tolist() == regenerate_wire.MESSAGE_POSITIONS
     assert values.tolist() == regenerate_wire.MESSAGE_VALUES
     assert used + used_too == head.payload_bytes
-    assert (head.step, head.bucket, head.flags) == (1000, 2, header.Flags.NONFINITE)
+    assert (head.step, head.bucket, head.flags) == (1000, 2, Flags.NONFINITE)
     assert head.fingerprint == 0x0123456789ABCDEF
 
 

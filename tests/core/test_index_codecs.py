@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgc.core.codecs import IndexCodecId, SparseCodec, elias_fano_shape, index_codec
+from dgc.core.codecs import INDEX_CODECS, IndexCodecId, SparseCodec, elias_fano_shape
 from dgc.core.config import DGCConfig
 from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError, WireError
 
-CODECS = [index_codec(member.name.lower()) for member in IndexCodecId if member]
+CODECS = [INDEX_CODECS[member.name.lower()] for member in IndexCodecId if member]
 TILE = 65_536
 
 codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
@@ -94,12 +94,12 @@ def test_elias_fano_writes_the_bits_that_numpy_finds(bucket):
     high[(positions >> width) + np.arange(positions.size)] = 1
     low = positions[:, None] >> np.arange(width) & 1
     wanted = np.concatenate([bits(low, low_words), bits(high, high_words)])
-    np.testing.assert_array_equal(encoded(index_codec("elias_fano"), positions, n).view(np.uint64), wanted)
+    np.testing.assert_array_equal(encoded(INDEX_CODECS["elias_fano"], positions, n).view(np.uint64), wanted)
 
 
 @pytest.mark.parametrize("width", range(18))
 def test_elias_fano_at_every_place_in_a_word(width):
-    codec = index_codec("elias_fano")
+    codec = INDEX_CODECS["elias_fano"]
     for k in range(1, 140):
         n = k * 3 << max(width - 1, 0)
         positions = np.sort(np.random.default_rng(k).choice(n, k, replace=False))
@@ -123,14 +123,14 @@ def test_uint16_writes_the_tiles_that_numpy_finds(n, seed, density):
     edges = np.searchsorted(positions, np.arange(tiles + 1) * TILE)
     table = np.pad(np.diff(edges).astype(np.uint32), (0, tiles % 2)).view(np.uint8)
     offsets = np.pad((positions & 0xFFFF).astype(np.uint16), (0, -positions.size % 4)).view(np.uint8)
-    block = encoded(index_codec("uint16"), positions, n)
+    block = encoded(INDEX_CODECS["uint16"], positions, n)
     np.testing.assert_array_equal(block, np.concatenate([table, offsets]))
 
 
 @given(n=st.integers(0, 1 << 34), data=st.data())
 def test_elias_fano_is_never_longer_than_uint16(n, data):
     k = data.draw(st.integers(0, n))
-    assert index_codec("elias_fano").max_bytes(n, k) <= index_codec("uint16").max_bytes(n, k)
+    assert INDEX_CODECS["elias_fano"].max_bytes(n, k) <= INDEX_CODECS["uint16"].max_bytes(n, k)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_elias_fano_is_never_longer_than_uint16(n, data):
 def test_bits_per_entry(name, density, most):
     n = 6_500_000
     positions = np.flatnonzero(np.random.default_rng(1).random(n) < density)
-    assert 8 * encoded(index_codec(name), positions, n).size / positions.size <= most
+    assert 8 * encoded(INDEX_CODECS[name], positions, n).size / positions.size <= most
 
 
 @codecs
@@ -184,7 +184,7 @@ def test_count_of_another_message_is_an_error(codec, claimed):
 
 def test_sizes_beyond_a_codec_are_refused_at_once():
     with pytest.raises(ConfigError, match=r"indices='uint16' addresses fewer than 140737488355328 .*bucket_bytes"):
-        index_codec("uint16").max_bytes(1 << 47, 1)
+        INDEX_CODECS["uint16"].max_bytes(1 << 47, 1)
     for codec in CODECS:
         for n, k in ((-1, 0), (10, 11), (10, -1), (1 << 60, 1)):
             with pytest.raises(ConfigError):
@@ -193,7 +193,7 @@ def test_sizes_beyond_a_codec_are_refused_at_once():
 
 @pytest.mark.parametrize("positions", [[5, 4], [5, 5], [-1, 5], [5, 1000], [2**40], [-(2**40)], [0, 1, 2, 1]])
 def test_bit_vectors_refuse_to_write_outside_their_block(positions):
-    codec = index_codec("elias_fano")
+    codec = INDEX_CODECS["elias_fano"]
     buffer = np.full(codec.max_bytes(1000, len(positions)) + 64, 0xAA, np.uint8)
     with pytest.raises(WireError, match=r"must be strictly ascending in 0\.\.999"):
         codec.encode(np.array(positions, np.int64), 1000, buffer[32:-32])
@@ -203,9 +203,9 @@ def test_bit_vectors_refuse_to_write_outside_their_block(positions):
 
 @pytest.mark.parametrize("positions", [[5, 4], [5, 5], [0, 1, 2, 1], [900, 1000, 901]])
 def test_unsorted_positions_are_refused_by_the_receiver(positions):
-    block = encoded(index_codec("uint16"), np.array(positions, np.int64), 1000)
+    block = encoded(INDEX_CODECS["uint16"], np.array(positions, np.int64), 1000)
     with pytest.raises(WireError):
-        index_codec("uint16").decode(block, 1000, len(positions))
+        INDEX_CODECS["uint16"].decode(block, 1000, len(positions))
 
 
 def sparse_codec():

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dgc.core import codecs, header
+from dgc.core import codecs
+from dgc.core.message import HEADER_BYTES, Flags, Header, pack_header
 
 FOLDER = Path(__file__).parent / "wire"
 
@@ -46,37 +47,37 @@ SMALL_VALUES, SMALL_BOUNDS, EXACT_VALUES = [127.0, -1.0, 64.0, -254.0, 2.0], [0,
 
 def whole_message(indices: str, values: str, small: str | None = None) -> np.ndarray:
     """Return a bucket's message as (m,) uint8: five entries of 100 000 elements in two tensors; perhaps small ones."""
-    index_codec, value_codec = codecs.index_codec(indices), codecs.value_codec(values)
+    index_codec, value_codec = codecs.INDEX_CODECS[indices], codecs.VALUE_CODECS[values]
     positions = np.array(MESSAGE_POSITIONS, np.int64)
     bounds = np.searchsorted(positions, np.array(MESSAGE_SEGMENTS))
     n, k = MESSAGE_SEGMENTS[-1], len(MESSAGE_POSITIONS)
     reserve = index_codec.max_bytes(n, k) + value_codec.max_bytes(k, bounds.size - 1)
     dense = dense_section(small) if small else np.empty(0, np.uint8)
-    message = np.zeros(header.HEADER_BYTES + reserve + dense.size, np.uint8)
-    payload = message[header.HEADER_BYTES :]
+    message = np.zeros(HEADER_BYTES + reserve + dense.size, np.uint8)
+    payload = message[HEADER_BYTES:]
     used = index_codec.encode(positions, n, payload)
     used += value_codec.encode(np.array(MESSAGE_VALUES, np.float32), bounds, payload[used:])
-    head = header.Header(
+    head = Header(
         compressor=1,
         index_codec=index_codec.id,
         value_codec=value_codec.id,
-        flags=header.Flags.NONFINITE,
+        flags=Flags.NONFINITE,
         step=1000,
         bucket=2,
         fingerprint=0x0123456789ABCDEF,
         count=k,
         payload_bytes=used,
         dense_bytes=dense.size,
-        dense_codec=codecs.value_codec(small).id if small else 0,
+        dense_codec=codecs.VALUE_CODECS[small].id if small else 0,
     )
-    message[header.HEADER_BYTES + used :][: dense.size] = dense
-    header.pack_header(head, message)
+    message[HEADER_BYTES + used :][: dense.size] = dense
+    pack_header(head, message)
     return message
 
 
 def dense_section(small: str) -> np.ndarray:
     """Return the dense section of small tensors in a value codec and exact ones, (m,) uint8."""
-    codec, bounds = codecs.value_codec(small), np.array(SMALL_BOUNDS, np.int64)
+    codec, bounds = codecs.VALUE_CODECS[small], np.array(SMALL_BOUNDS, np.int64)
     block = np.empty(codec.max_bytes(len(SMALL_VALUES), len(SMALL_BOUNDS) - 1), np.uint8)
     codec.encode(np.array(SMALL_VALUES, np.float32), bounds, block)
     return np.concatenate([block, np.array(EXACT_VALUES, "<f4").view(np.uint8)])
@@ -85,12 +86,12 @@ def dense_section(small: str) -> np.ndarray:
 def cases() -> dict[str, bytes]:
     """Return every golden message by the name of its file."""
     golden = {}
-    for codec in (codecs.index_codec(member.name.lower()) for member in codecs.IndexCodecId if member):
+    for codec in (codecs.INDEX_CODECS[member.name.lower()] for member in codecs.IndexCodecId if member):
         for case, (n, positions) in INDEX_CASES.items():
             out = np.empty(codec.max_bytes(n, len(positions)), np.uint8)
             used = codec.encode(np.array(positions, np.int64), n, out)
             golden[f"index_{codec.name}_{case}"] = out[:used].tobytes()
-    for codec in (codecs.value_codec(member.name.lower()) for member in codecs.ValueCodecId if member):
+    for codec in (codecs.VALUE_CODECS[member.name.lower()] for member in codecs.ValueCodecId if member):
         for case, (values, bounds) in VALUE_CASES.items():
             if codec.name in MEANS and case not in MEAN_CASES:
                 continue

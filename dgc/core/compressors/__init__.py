@@ -7,7 +7,7 @@ import difflib
 import warnings
 from typing import Any
 
-from dgc.core.codecs import index_codec_names, value_codec_names
+from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc.core.compressors.base import (
     Algorithm,
     BucketSpec,
@@ -114,7 +114,9 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     common = {**row.defaults(), **{name: value for name, value in options.items() if name not in own}}
     chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
     config = DGCConfig(**common, algorithm=algorithm, own=chosen)
-    check_codecs(config.indices, config.values, config.small)
+    require_choice("indices", config.indices, tuple(INDEX_CODECS))
+    require_choice("values", config.values, tuple(VALUE_CODECS))
+    require_choice("small", config.small, tuple(VALUE_CODECS))
     if len(set(config.sparsity)) > 1 and "rampup_step" not in options:
         warnings.warn(
             f"the last of the sparsities, {config.sparsity[-1]}, holds from step {config.rampup_begin_step + 1} on: "
@@ -129,10 +131,3 @@ def leaves_zeros(config: DGCConfig) -> bool:
     """Whether most of what a compressor makes of a gradient may be exactly 0."""
     row = compressor_class(config.algorithm)
     return row.sends_entries and (not row.scheduled or any(config.sparsity))
-
-
-def check_codecs(indices: object, values: object, small: object) -> None:
-    """Refuse names that no codec has."""
-    require_choice("indices", indices, index_codec_names())
-    require_choice("values", values, value_codec_names())
-    require_choice("small", small, value_codec_names())

@@ -63,7 +63,7 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         import numpy as np
         from dgc.core.kernels import cpu
         from dgc.core.kernels.cpu import NumbaKernels
-        from dgc.core.codecs import value_codec
+        from dgc.core.codecs import VALUE_CODECS
         from dgc.core import loops as numba_loops
         if sys.argv[1:] == ["kernels"]:
             u, v = np.zeros((2, 10), np.float32)
@@ -72,7 +72,7 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
             kept = cpu.mask_places
         else:
             out = np.zeros(16, np.uint8)
-            value_codec("float16").encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
+            VALUE_CODECS["float16"].encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
             kept = numba_loops.to_halves
         assert type(kept._cache).__name__ == "NullCache", kept._cache
         """.replace("sys.argv[1:]", f"[{tried!r}]"),
