@@ -88,8 +88,6 @@ def test_unknown_flag_is_refused_by_the_writer():
 
 
 def test_short_buffers_are_refused():
-    with pytest.raises(WireError, match="takes 64 bytes"):
-        pack_header(HEADER, np.zeros(63, np.uint8))
     for length in range(HEADER_BYTES):
         with pytest.raises(WireError, match=f"{length} bytes came"):
             unpack_header(packed()[:length])

@@ -24,13 +24,14 @@ class Coded(PerTensor):
     signed: ClassVar[bool] = False
     """Whether scales may be negative."""
 
-    @abstractmethod
     def scales(self, tensor: Tensor) -> int:
         """How many scales a tensor has."""
+        return 1
 
-    @abstractmethod
     def code_bits(self) -> int:
         """Of a code, 1 to 8; 0: five of them to a byte, as a number to the base 3."""
+        bits: int = self.options.bits
+        return bits
 
     @abstractmethod
     def quantise(
@@ -175,9 +176,6 @@ class Qsgd(Coded):
     def scales(self, tensor: Tensor) -> int:  # noqa: D102
         return -(-tensor.n // self.options.bucket_size)
 
-    def code_bits(self) -> int:  # noqa: D102
-        return self.options.bits
-
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -236,9 +234,6 @@ class Terngrad(Coded):
     def __init__(self, config: DGCConfig) -> None:
         super().__init__(config)
         self._limits: dict[str, float] = {}
-
-    def scales(self, tensor: Tensor) -> int:  # noqa: D102
-        return 1
 
     def code_bits(self) -> int:  # noqa: D102
         return 0
@@ -311,12 +306,6 @@ class Dorefa(Coded):
     @property
     def _levels(self) -> int:
         return (1 << self.options.bits) - 1
-
-    def scales(self, tensor: Tensor) -> int:  # noqa: D102
-        return 1
-
-    def code_bits(self) -> int:  # noqa: D102
-        return self.options.bits
 
     def quantise(  # noqa: D102
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo

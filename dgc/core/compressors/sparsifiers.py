@@ -62,8 +62,6 @@ class _Selection(Algorithm):
         return positions.size, codec.max_bytes
 
     def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues:
-        if count > sum(self.max_counts(spec)):
-            raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(spec))} were expected")
         codec = self._codec(spec)
         return SparseValues(*codec.decode(data[: codec.max_bytes], count))
 
@@ -164,11 +162,7 @@ class Topk(_Selection):
         threshold = info.thresholds[0, 0]
         if np.isnan(threshold):
             threshold = _quantile(sample, spec.density)
-        positions = np.flatnonzero(np.abs(x) > threshold)
-        most = sum(self.max_counts(spec))
-        if positions.size > most:
-            positions = positions[top_k(x[positions], most)]
-        return self._write(x, positions, out, spec)
+        return self._write(x, _beyond(threshold, x, sum(self.max_counts(spec))), out, spec)
 
     def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
         """Write the next step's threshold where a checkpoint finds it."""
@@ -177,6 +171,12 @@ class Topk(_Selection):
         if self._next is None:
             self._next = _quantile(np.concatenate(list(self._samples.values())), spec.density)
         thresholds[:, 0] = self._next
+
+
+def _beyond(threshold: float | np.floating[Any], x: np.ndarray, most: int) -> np.ndarray:
+    """Positions of the entries of x above a magnitude, ascending; where they are more than ``most``, of the largest."""
+    positions = np.flatnonzero(np.abs(x) > threshold)
+    return positions[top_k(x[positions], most)] if positions.size > most else positions
 
 
 def _quantile(magnitudes: np.ndarray, density: float) -> float:
@@ -229,16 +229,11 @@ class Strom(Algorithm):
         return 4 * sum(self.max_counts(spec))
 
     def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:  # noqa: D102
-        positions = np.flatnonzero(np.abs(x) > np.float32(self.options.threshold))
-        most = sum(self.max_counts(spec))
-        if positions.size > most:
-            positions = positions[top_k(x[positions], most)]
+        positions = _beyond(np.float32(self.options.threshold), x, sum(self.max_counts(spec)))
         words = (positions.astype(np.uint32) << np.uint32(1)) | (x[positions] > 0)
         return positions.size, put(out, 0, words.astype("<u4"))
 
     def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues:  # noqa: D102
-        if count > sum(self.max_counts(spec)):
-            raise WireError(f"a message with {count} entries came, at most {sum(self.max_counts(spec))} were expected")
         words = take(data, 0, count, "<u4")
         positions = (words >> 1).astype(np.int64)
         check_positions(positions, spec.size, self.name)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, Sparse
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import EntrySum, Hyper, StepContext
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
-from dgc.core.kernels.device import DeviceKernels, Part
+from dgc.core.kernels.device import DeviceKernels
 from dgc.core.layout import Bucket, Layout, Segment
 from dgc.core.message import BucketPlan, Incoming, Mode, Sender, make_plan, plan_for
 from dgc.core.state import BucketState
@@ -191,14 +190,8 @@ class DenseVector:
             for segment, item in zip(segments, run, strict=True):
                 item.result[...] = results[segment.offset - start :][: segment.length]
 
-    def overflows(self, step: StepContext, u: Array) -> Callable[[], bool]:
-        """Ask whether a result will not fit the narrower type it is cast to (the same answer on every rank).
-
-        What comes back answers: once all buckets have been asked, a device is waited for once.
-        """
-        return partial(self._overflows, step, u)
-
-    def _overflows(self, step: StepContext, u: np.ndarray) -> bool:
+    def overflows(self, step: StepContext, u: Array) -> bool:
+        """Whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
         dense = set(self.segments)
         for segment in self._bucket.segments:
             item = step.submissions[segment.parameter]
@@ -252,12 +245,9 @@ class DeviceVector(DenseVector):
         first = 0 if plan.mode is Mode.DENSE else self._bucket.sparse_size - self._first
         if plan.vector_size > first:
             parts = [
-                Part(
-                    s.offset - self._first - first, s.length, step.submissions[s.parameter].gradient,
-                    scale=step.scales[s.parameter],
-                )
-                for s in self.segments
-            ]  # fmt: skip
+                SegmentWork(i.gradient, None, s.offset - self._first - first, s.length, scale=step.scales[s.parameter])
+                for s, i in zip(self.segments, step.submissions.of(self.segments), strict=True)
+            ]
             self._packing = step, self._kernels.begin_packing(parts, self.values[first:])
 
     def pack(self, step: StepContext, plan: BucketPlan) -> bool:  # noqa: D102
@@ -268,34 +258,36 @@ class DeviceVector(DenseVector):
 
     def write_sum(self, step: StepContext) -> None:  # noqa: D102
         items = zip(self._bucket.sparse, step.submissions.of(self._bucket.sparse), strict=True)
-        parts = [Part(s.offset, s.length, scale=step.loss_scale, result=item.result) for s, item in items]
+        scale = step.loss_scale
+        parts = [SegmentWork(offset=s.offset, length=s.length, scale=scale, result=i.result) for s, i in items]
         self._kernels.update(parts, self.values)
 
     def write(self, step: StepContext, u: Array, *, refused: bool) -> None:  # noqa: D102
         self._kernels.update(self._updates(step, refused=refused), self.values, u[self._first :])
 
-    def overflows(self, step: StepContext, u: Array) -> Callable[[], bool]:  # noqa: D102
+    def overflows(self, step: StepContext, u: Array) -> bool:  # noqa: D102
         parts = [p for p in self._updates(step, refused=False) if p.limit is not None]
         written = []
         if self._plan is not None and self._plan.mode is not Mode.DENSE:
             items = zip(self._bucket.sparse, step.submissions.of(self._bucket.sparse), strict=True)
             written = [
-                Part(s.offset, s.length, result=i.result, limit=i.limit) for s, i in items if i.limit is not None
+                SegmentWork(offset=s.offset, length=s.length, result=i.result, limit=i.limit)
+                for s, i in items
+                if i.limit is not None
             ]
         return self._kernels.exceeds(parts, self.values, u[self._first :], written)
 
-    def _updates(self, step: StepContext, *, refused: bool) -> list[Part]:
+    def _updates(self, step: StepContext, *, refused: bool) -> list[SegmentWork]:
         """The dense tensors' way out of the vector; in a refused step without momentum and weight decay."""
         hyper, parts = step.hyper, []
         for s in self.segments:
             i, item, share = s.parameter, step.submissions[s.parameter], self.share_of(s)
-            part = Part(
-                s.offset - self._first, s.length, scale=step.loss_scale / share, result=item.result, limit=item.limit
-            )
+            options = (0.0, False, 0.0)
             if not refused:
-                part.parameter, part.weight_decay = item.parameter, hyper.weight_decay[i] * share
-                part.momentum, part.nesterov = hyper.momentum[i], hyper.nesterov[i]
-            parts.append(part)
+                options = (hyper.momentum[i], hyper.nesterov[i], hyper.weight_decay[i] * share)
+            place = (s.offset - self._first, s.length, 0)
+            scale = step.loss_scale / share
+            parts.append(SegmentWork(None, item.parameter, *place, *options, scale, item.result, item.limit))
         return parts
 
 
@@ -347,11 +339,8 @@ class Encoder(ABC):
     """One bucket's way into a message and out of it. Used by the communication thread alone.
 
     Attributes:
-        begins_early: whether :meth:`begin` does anything.
         keeps_residual: whether what is not sent is sent later.
     """
-
-    begins_early = False
 
     def __init__(
         self, bucket: Bucket, config: DGCConfig, kernels: Kernels, ranks: int, *, keeps_residual: bool
@@ -520,13 +509,13 @@ class AlgorithmEncoder(Encoder):
         info = StepInfo(step.step, self._transport.rank, self._config.seed, state.thresholds)
         at.flagged = self._accumulate(at, info)
         if algorithm.shares:
-            info.shared = self._share(step, self._prepare(state, spec))
+            info.shared = self._share(step, algorithm.prepare(state.v, spec))
         at.start_message()
         if plan.mode is Mode.SPARSE:
             self._own = at.sender.payload
         elif self._own.size != padded(algorithm.max_bytes(spec)):
             self._own = self._memory.host_array(padded(algorithm.max_bytes(spec)), np.uint8)
-        at.count, used = self._encode(state, spec, info)
+        at.count, used = algorithm.encode(state.v, self._own, spec, info)
         self._own[used:] = 0
         self._count_sent = at.count
         if plan.mode is Mode.SUM:
@@ -577,14 +566,6 @@ class AlgorithmEncoder(Encoder):
         state.v[~np.isfinite(state.v)] = 0
         return True
 
-    def _prepare(self, state: BucketState, spec: BucketSpec) -> np.ndarray:
-        """What the ranks share before they encode, (S,)."""
-        return self._algorithm.prepare(state.v, spec)
-
-    def _encode(self, state: BucketState, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
-        """Write this rank's own message; returns entries and bytes."""
-        return self._algorithm.encode(state.v, self._own, spec, info)
-
     def _share(self, step: StepContext, numbers: np.ndarray) -> np.ndarray:
         """The largest of all ranks of each number."""
         shared = np.ascontiguousarray(numbers, np.float64)
@@ -631,8 +612,6 @@ class AlgorithmEncoder(Encoder):
 
 class TopKEncoder(Encoder):
     """Momentum correction and selection in one pass; masking at the selected places once the step counts."""
-
-    begins_early = True
 
     def _make_plan(self, density: float | None) -> BucketPlan:
         return make_plan(

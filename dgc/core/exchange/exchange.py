@@ -290,7 +290,8 @@ class Clipping:
 
     def fill_in(self, step: StepContext, buckets: Iterable[BucketExchange]) -> None:
         """Clip the gradients of ``buckets``, or once all of them; a dense step is clipped globally or not at all."""
-        assert self.threshold is not None
+        if self.threshold is None:
+            return
         chosen: Iterable[int] = range(len(step.scales))
         if not self.needs_all_gradients:
             if step.density is None:
@@ -332,13 +333,12 @@ class Pipeline:
         self._clipping = clipping
         self._kernels = kernels
         self._step = step
-        self._prepared = self._clipped = self._summed = 0  # buckets before these are
-        self._waits = kernels.on_device  # whether kernels run while this thread goes on
+        self._prepared = self._summed = 0  # buckets before these are
         self._thread: threading.Thread | None = None
 
     def start(self, context: StepContext) -> None:
         """Begin a step, whose gradients arrive from now on. The caller holds the lock."""
-        self._prepared = self._clipped = self._summed = 0
+        self._prepared = self._summed = 0
         self._step.begin(context)
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="dgc-exchange", daemon=True)
@@ -480,47 +480,31 @@ class Pipeline:
         """Clip a bucket and let others begin with it, unless that has been done; those before it are."""
         if index < self._prepared:
             return
-        bucket = self._buckets[index]
+        bucket, whole = self._buckets[index], self._clipping.needs_all_gradients
         since = time.perf_counter()
-        self._clip(context, index)
+        if not (whole and index):
+            together = self._buckets if whole else [bucket]
+            for each in together:
+                each.encoder.await_gradients(context)
+            self._clipping.fill_in(context, together)
         if context.submissions.absent:
             bucket.keep_absent()
-        if self._kernels.overlaps and bucket.encoder.begins_early:
+        if self._kernels.overlaps:
             bucket.encoder.begin(bucket.at)
         context.stats.lap("compress", since)
         self._prepared = index + 1
-
-    def _clip(self, context: StepContext, index: int) -> None:
-        """Fill in the clipping factors of a bucket; on a device, which has to be waited for, of all that are there."""
-        if index < self._clipped:
-            return
-        stop = index + 1
-        if self._clipping.needs_all_gradients:
-            stop = len(self._buckets)
-        elif self._waits and self._nodes is None:
-            stop = self._stop(context, index)
-        for each in self._buckets[index:stop] if context.submissions.events else ():
-            each.encoder.await_gradients(context)
-        if self._clipping.threshold is not None:
-            self._clipping.fill_in(context, self._buckets[index:stop])
-        self._clipped = stop
 
     def _prepare_following(self, context: StepContext, index: int) -> None:
         """Prepare the bucket after ``index``, if that is any use and its gradients are there; on a device all such."""
         if not self._kernels.overlaps or self._nodes is not None:
             return  # which gradients are there differs between the ranks of a node
-        stop = self._stop(context, index)
-        # What fails here fails again when it is that bucket's turn, and can be reported to the other ranks then.
-        with contextlib.suppress(Exception):
-            for following in range(index + 1, stop if self._waits else min(stop, index + 2)):
-                self._prepare(context, following)
-
-    def _stop(self, context: StepContext, index: int) -> int:
-        """The first bucket from ``index`` on, itself not counted, whose gradients are not all there."""
         stop = index + 1
         while stop < len(self._buckets) and not context.submissions.missing[stop]:
             stop += 1
-        return stop
+        # What fails here fails again when it is that bucket's turn, and can be reported to the other ranks then.
+        with contextlib.suppress(Exception):
+            for following in range(index + 1, stop if self._kernels.on_device else min(stop, index + 2)):
+                self._prepare(context, following)
 
 
 def _told(error: Exception) -> DGCError:
@@ -730,8 +714,7 @@ class Exchange:
         since = time.perf_counter()
         flagged = [bucket for bucket in self._buckets if bucket.at.flagged]
         if not flagged and context.has_limits:
-            asked = [(b, b.vector.overflows(context, b.at.state.u)) for b in self._buckets]
-            flagged = [bucket for bucket, overflows in asked if overflows()]
+            flagged = [bucket for bucket in self._buckets if bucket.vector.overflows(context, bucket.at.state.u)]
             for bucket in flagged:
                 bucket.at.flagged = True
         refused = bool(flagged)

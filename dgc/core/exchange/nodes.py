@@ -82,20 +82,16 @@ class NodeSums:
 
     def add_up(self, step: StepContext, bucket: Bucket) -> None:
         """Put the node's sum in the place of this rank's gradients, which were collected. Collective."""
-        summed = self._sum_on_host(bucket)
+        summed: Any = self._sum_of(bucket)
+        self._inside.allreduce(summed, "sum")
+        if self._factor != 1.0:
+            summed *= self._factor
+        if self._on_device:
+            vector = self._vector_of(bucket)
+            self._memory.copy_in(vector, summed)
+            summed = vector
         for segment, item in zip(bucket.segments, step.submissions.of(bucket.segments), strict=True):
             item.gradient = summed[segment.slice]
-
-    def _sum_on_host(self, bucket: Bucket) -> Any:
-        host = self._sum_of(bucket)
-        self._inside.allreduce(host, "sum")
-        if self._factor != 1.0:
-            host *= self._factor
-        if not self._on_device:
-            return host
-        vector = self._vector_of(bucket)
-        self._memory.copy_in(vector, host)
-        return vector
 
     def _sum_of(self, bucket: Bucket) -> np.ndarray:
         if bucket.index not in self._sums:

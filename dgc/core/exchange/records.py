@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -196,15 +197,7 @@ class StepStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for printing and logging."""
-        return {
-            "bytes_sent": self.bytes_sent,
-            "bytes_received": self.bytes_received,
-            "dense_bytes": self.dense_bytes,
-            "small_bytes": self.small_bytes,
-            "ratio": self.ratio,
-            "density": self.density,
-            "seconds": dict(self.seconds),
-        }
+        return {**dataclasses.asdict(self), "ratio": self.ratio, "density": self.density}
 
 
 def refused_scale(scale: float) -> ConfigError | None:

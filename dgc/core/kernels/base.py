@@ -27,23 +27,27 @@ MOST_ELEMENTS = 2**31
 
 @dataclass(slots=True)
 class SegmentWork:
-    """One sparsified tensor of one step.
+    """One tensor's part in a pass over a bucket.
 
     ``gradient`` is (length,) in any float type, contiguous, read only; bfloat16 also as its bits, uint16.
     ``parameter`` is the same when weight decay is on, else None. The gradient that enters is
     ``G = gradient * scale + weight_decay * parameter``; entries of G that are not finite count as 0. ``scale`` holds
     1 / loss scale and the clipping factor. ``k`` is how many entries to send.
+    Of a tensor that is sent dense, ``result`` is (length,) of u's type, where it is on a device, and ``limit`` the
+    largest magnitude that it may have.
     """
 
-    gradient: Array
-    parameter: Array | None
-    offset: int
-    length: int
-    k: int
+    gradient: Array = None
+    parameter: Array | None = None
+    offset: int = 0
+    length: int = 0
+    k: int = 0
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
     scale: float = 1.0
+    result: Array = None
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

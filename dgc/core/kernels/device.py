@@ -301,25 +301,6 @@ class DeviceMemory(Memory):
         return float(self._sums_of_squares([array])[0])
 
 
-@dataclass(slots=True)
-class Part:
-    """One tensor's part in a pass over a flat vector, from ``offset`` on: what :class:`SegmentWork` says, and where to.
-
-    ``result`` is (length,) of the vector's type; ``limit`` is the largest magnitude that it may have.
-    """
-
-    offset: int
-    length: int
-    gradient: Array = None
-    parameter: Array | None = None
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    scale: float = 1.0
-    result: Array = None
-    limit: float | None = None
-
-
 class DeviceKernels(Kernels):
     """See :class:`dgc.core.kernels.base.Kernels`. Safe to call from several threads; they take turns.
 
@@ -372,9 +353,9 @@ class DeviceKernels(Kernels):
                 chosen = self.accumulate_and_select(work, u, v, thresholds)
             self.take_out(u, v, chosen.positions, chosen.values, masking=True)
             self.set_entries([r], np.array([0, n]), chosen.positions, chosen.values)
-        self.begin_packing([Part(0, n, g)], vector)()
-        parts = [Part(0, n, result=r, momentum=0.9, limit=1.0)]
-        self.exceeds(parts, vector, u, parts)()
+        self.begin_packing([SegmentWork(g, length=n)], vector)()
+        parts = [SegmentWork(length=n, momentum=0.9, result=r, limit=1.0)]
+        self.exceeds(parts, vector, u, parts)
         self.update(parts, vector, u)
         self.sums_of_squares([g])
         self.memory.copy(g, r)
@@ -391,12 +372,12 @@ class DeviceKernels(Kernels):
             pieces += [(s, g[first : first + at_once]) for first in range(0, g.size, at_once)]
         with self._lock, self.device:
             xp, space = self.device.xp, at_once + 1
-            groups: list[list[tuple[int, Part]]] = []
+            groups: list[list[tuple[int, SegmentWork]]] = []
             for s, g in pieces:
                 if space + g.size > at_once:
                     groups.append([])
                     space = 0
-                groups[-1].append((s, Part(space, g.size, g)))
+                groups[-1].append((s, SegmentWork(g, None, space, g.size)))
                 space += -(-g.size // _ALIGNMENT) * _ALIGNMENT
             for group in groups:
                 parts = [part for _, part in group]
@@ -467,7 +448,7 @@ class DeviceKernels(Kernels):
 
     # -- dense tensors ---------------------------------------------------------------------------------------------
 
-    def begin_packing(self, parts: Sequence[Part], vector: np.ndarray) -> Callable[[], bool]:
+    def begin_packing(self, parts: Sequence[SegmentWork], vector: np.ndarray) -> Callable[[], bool]:
         """Enqueue a copy of gradients into a page-locked vector, zeros between them.
 
         What comes back waits, and says whether one is not finite.
@@ -477,9 +458,17 @@ class DeviceKernels(Kernels):
             met, packed = xp.zeros(2, np.int32), xp.empty(vector.size, vector.dtype)
             self._pack(parts, packed, met)
             self.device.fetch(packed, vector)
-            return self._answer(met)
+            host = self.device.host_array(2, np.int32)
+            self.device.fetch(met, host)
+            event = self.device.record()
 
-    def update(self, parts: Sequence[Part], vector: np.ndarray, u: Array | None = None) -> None:
+        def finish() -> bool:
+            event.synchronize()
+            return bool(host[1])
+
+        return finish
+
+    def update(self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array | None = None) -> None:
         """Momentum SGD on means into the results; ``vector`` and ``u`` begin at place 0 of the parts."""
         if parts:
             with self._lock, self.device:
@@ -487,11 +476,11 @@ class DeviceKernels(Kernels):
                 self._update(parts, mean, mean if u is None else u, self.device.xp.zeros(2, np.int32), dry=False)
 
     def exceeds(
-        self, parts: Sequence[Part], vector: np.ndarray, u: Array, written: Sequence[Part]
-    ) -> Callable[[], bool]:
-        """Ask whether :meth:`update` would write a result beyond its limit, or one of ``written`` is. It waits."""
+        self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array, written: Sequence[SegmentWork]
+    ) -> bool:
+        """Whether :meth:`update` would write a result beyond its limit, or one of ``written`` is. Waits."""
         if not (parts or written):
-            return lambda: False
+            return False
         with self._lock, self.device:
             met = self.device.xp.zeros(2, np.int32)
             if parts:
@@ -499,13 +488,13 @@ class DeviceKernels(Kernels):
             if written:
                 table, stop = self._rows(written)
                 self._texts["check"](*self._where(table, stop)[0], written[0].result, met, size=stop)
-            return self._answer(met)
+            return bool(self.device.host_of(met)[1])
 
     def dense_update(  # noqa: D102
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
         options = (rule.momentum, rule.nesterov, rule.weight_decay, rule.scale)
-        self.update([Part(0, result.size, None, parameter, *options, result=result)], mean, u)
+        self.update([SegmentWork(None, parameter, 0, result.size, 0, *options, result)], mean, u)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -529,7 +518,8 @@ class DeviceKernels(Kernels):
             return
         kind = np.dtype(results[0].dtype)
         with self._lock, self.device, np.errstate(over="ignore", invalid="ignore"):
-            parts = [Part(int(o), r.size, result=r) for o, r in zip(offsets, results, strict=False)]
+            firsts = offsets.tolist()
+            parts = [SegmentWork(offset=o, length=r.size, result=r) for o, r in zip(firsts, results, strict=False)]
             table, stop = self._rows(parts)
             where, (at, added) = self._where(table, stop, positions, values.astype(kind) * kind.type(factor))
             if clears and stop:
@@ -537,12 +527,12 @@ class DeviceKernels(Kernels):
             if positions.size:
                 self._texts["place"](*where, at, added, results[0])
 
-    def _pack(self, parts: Sequence[Part], out: Array, met: Array) -> None:
+    def _pack(self, parts: Sequence[SegmentWork], out: Array, met: Array) -> None:
         table, _ = self._rows(parts)
         if out.size:
             self._texts["pack"](*self._where(table, out.size)[0], out, met)
 
-    def _update(self, parts: Sequence[Part], mean: Array, u: Array, met: Array, *, dry: bool) -> None:
+    def _update(self, parts: Sequence[SegmentWork], mean: Array, u: Array, met: Array, *, dry: bool) -> None:
         table, stop = self._rows(parts)
         if stop:
             self._texts["update"](*self._where(table, stop)[0], mean[:stop], dry, u[:stop], met)
@@ -552,18 +542,7 @@ class DeviceKernels(Kernels):
         self.device.upload(there, vector)
         return there
 
-    def _answer(self, met: Array) -> Callable[[], bool]:
-        host = self.device.host_array(2, np.int32)
-        self.device.fetch(met, host)
-        event = self.device.record()
-
-        def answer() -> bool:
-            event.synchronize()
-            return bool(host[1])
-
-        return answer
-
-    def _rows(self, parts: Sequence[SegmentWork | Part]) -> tuple[np.ndarray, int]:
+    def _rows(self, parts: Sequence[SegmentWork]) -> tuple[np.ndarray, int]:
         """A table of tensors for a pass, on the host, and how far they reach."""
         table = np.zeros(len(parts), ROW)
         table["start"], table["length"] = [p.offset for p in parts], [p.length for p in parts]
@@ -576,10 +555,9 @@ class DeviceKernels(Kernels):
             if p.weight_decay and p.parameter is not None:
                 row["decay"] = p.weight_decay
                 row["parameter"], row["parameter_kind"] = _place_of(p.parameter, p.length, "parameter")
-            if isinstance(p, Part):
-                row["limit"] = p.limit or 0.0
-                if p.result is not None:
-                    row["result"], _ = _place_of(p.result, p.length, "result")
+            row["limit"] = p.limit or 0.0
+            if p.result is not None:
+                row["result"], _ = _place_of(p.result, p.length, "result")
         return table, int((table["start"] + table["length"]).max(initial=0))
 
     def _where(self, table: np.ndarray, stop: int, *also: np.ndarray) -> tuple[tuple[Any, ...], list[Array]]:

@@ -95,12 +95,7 @@ class Team:
         Raises:
             Exception: what the kernel raised, on whichever thread.
         """
-        work = self.start(min(threads, pieces) - 1, kernel, pieces, *arguments)
-        try:
-            work.finish()
-        except BaseException:
-            work.give_up()
-            raise
+        self.start(min(threads, pieces) - 1, kernel, pieces, *arguments).finish()
 
     def start(
         self, helpers: int, kernel: Callable[..., None], pieces: int, *arguments: object, keeps: object = None
@@ -164,9 +159,9 @@ class Work:
             Exception: what the kernel raised, on whichever thread.
         """
         progress, pieces = self._progress, self._pieces
-        if progress[1] >= pieces:
-            return
         try:
+            if progress[1] >= pieces:
+                return
             self._kernel(0, progress, pieces, *self._arguments)
             while self.shared and not _all_done(progress, pieces, LOOKS):
                 if self._errors:

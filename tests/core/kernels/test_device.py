@@ -12,7 +12,6 @@ from dgc.core.kernels import device as device_module
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.kernels.device import Part
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import LayoutError
 
@@ -164,7 +163,7 @@ def test_a_vector_is_packed_with_zeros_between_its_tensors():
         as_type(rng.standard_normal(n), kind) for n, kind in ((5, "bfloat16"), (33, "float16"), (64, "float32"))
     ]
     offsets, vector = [16, 32, 80], kernels.device.host_array(160, np.float32)
-    parts = [Part(o, g.size, device(g), scale=0.5) for o, g in zip(offsets, gradients, strict=True)]
+    parts = [SegmentWork(device(g), None, o, g.size, scale=0.5) for o, g in zip(offsets, gradients, strict=True)]
     assert not kernels.begin_packing(parts, vector)()
     wanted = np.zeros(160, np.float32)
     for o, g in zip(offsets, gradients, strict=True):
@@ -179,14 +178,14 @@ def test_a_vector_is_packed_with_zeros_between_its_tensors():
 def test_results_beyond_their_limit_are_found_before_and_after_they_are_written(limit):
     kernels, vector, u = fake_kernels(), np.linspace(-2, 2, 32).astype(np.float32), np.full(32, 2, np.float32)
     result, mine = device(np.zeros(32, np.float32)), device(u.copy())
-    part = Part(0, 32, momentum=0.9, result=result, limit=limit)
+    part = SegmentWork(length=32, momentum=0.9, result=result, limit=limit)
     beyond = bool(abs(vector + np.float32(0.9) * u).max() > limit)
-    assert kernels.exceeds([part], vector, mine, [])() is beyond
+    assert kernels.exceeds([part], vector, mine, []) is beyond
     assert not host(result).any(), "asking writes nothing"
     same_bits(host(mine), u)
     kernels.update([part], vector, mine)
-    assert kernels.exceeds([], vector, mine, [part])() is beyond
-    assert kernels.exceeds([], vector, mine, [])() is False
+    assert kernels.exceeds([], vector, mine, [part]) is beyond
+    assert kernels.exceeds([], vector, mine, []) is False
 
 
 def test_sums_of_squares_equal_the_reference(monkeypatch):

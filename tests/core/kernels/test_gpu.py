@@ -10,7 +10,6 @@ from kernel_tools import as_type, entries
 
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.kernels.device import Part
 from dgc.core.kernels.reference import ReferenceKernels
 
 gpu = pytest.importorskip(
@@ -89,15 +88,17 @@ def test_entries_and_dense_tensors_equal_the_reference(kernels):
     lengths = [5, 4097, 64]
     gradients = [as_type(rng.standard_normal(n), "bfloat16") for n in lengths]
     there, vector = [on_device(kernels, g) for g in gradients], kernels.memory.host_array(4192, np.float32)
-    assert not kernels.begin_packing([Part(int(o), g.size, g) for o, g in zip(offsets, there, strict=False)], vector)()
+    assert not kernels.begin_packing(
+        [SegmentWork(g, None, int(o), g.size) for o, g in zip(offsets, there, strict=False)], vector
+    )()
     u = rng.standard_normal(4192).astype(np.float32)
     device_u, results = on_device(kernels, u), [kernels.memory.zeros(n, np.float32) for n in lengths]
     options = dict(momentum=0.9, nesterov=True, weight_decay=0.1, scale=128.0)
     parts = [
-        Part(int(o), g.size, parameter=g, result=r, limit=1e6, **options)
+        SegmentWork(None, g, int(o), g.size, result=r, limit=1e6, **options)
         for o, g, r in zip(offsets, there, results, strict=False)
     ]
-    assert not kernels.exceeds(parts, vector, device_u, [])()
+    assert not kernels.exceeds(parts, vector, device_u, [])
     kernels.update(parts, vector, device_u)
     for g, o, r in zip(gradients, offsets, results, strict=False):
         span = slice(o, o + g.size)
