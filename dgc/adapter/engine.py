@@ -249,10 +249,8 @@ class EngineBase(abc.ABC):
         _require_extras(saved)
         saved = self._renamed(saved)
         # Tensors whose gradients are sent otherwise have no state.
-        others = set(self.names) - set(self.layout.lengths())
-        without = self.names if "groups" in saved else ()
-        layout = self.layout
-        require_fit(saved, layout.sparsified(), layout.lengths(), {*others, *without}, small=layout.small())
+        others = set(self.names) - {p.name for p in self.layout.parameters}
+        require_fit(saved, self.layout, self.names if "groups" in saved else others)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state of this rank; an empty one resets. Call it on all ranks."""

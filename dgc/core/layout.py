@@ -140,14 +140,6 @@ class Layout:
         """Parameter name -> :meth:`is_sparsified`."""
         return {p.name: self.is_sparsified(i) for i, p in enumerate(self.parameters)}
 
-    def small(self) -> set[str]:
-        """Names of the dense parameters that may be sent coded."""
-        return {self.parameters[s.parameter].name for b in self.buckets for s in b.small}
-
-    def lengths(self) -> dict[str, int]:
-        """Parameter name -> number of elements."""
-        return {p.name: p.numel for p in self.parameters}
-
     def describe(self) -> dict[str, str]:
         """Parameter name -> shape and type, in registration order, for the ranks to compare."""
         return {p.name: f"{tuple(p.shape)} {p.dtype}" for p in self.parameters}

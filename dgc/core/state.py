@@ -128,11 +128,6 @@ class State:
         first = segment.offset - self._layout.buckets[bucket].sparse_size
         return self.buckets[bucket].error[first : first + segment.length] if first >= 0 else np.empty(0, np.float32)
 
-    def host_views(self, parameter: int) -> list[np.ndarray]:
-        """Views of u, v, what a codec has lost, and the thresholds of one parameter, of a state on the host."""
-        thresholds = self._control_row(parameter) if self._layout.is_sparsified(parameter) else np.empty(0, np.float32)
-        return [self.momentum_buffer(parameter), self.residual(parameter), self.error(parameter), thresholds]
-
     def residual_norm(self) -> float:
         """L2 norm of all residuals of this rank, those of small tensors included."""
         squares = sum(self._memory.sum_of_squares(b.v) for b in self.buckets)
@@ -159,7 +154,7 @@ class State:
                 changed then.
         """
         require_sound(saved)
-        require_fit(saved, self._layout.sparsified(), self._layout.lengths(), small=self._layout.small())
+        require_fit(saved, self._layout)
         for bucket in self.buckets:
             bucket.clear_error()
         for i, p in enumerate(self._layout.parameters):
@@ -298,33 +293,22 @@ def require_sound(saved: Mapping[str, Any]) -> None:
             _numbers(entry["threshold"], name, "threshold")
 
 
-def require_fit(
-    saved: Mapping[str, Any],
-    sparsified: Mapping[str, bool],
-    lengths: Mapping[str, int],
-    optional: Collection[str] = (),
-    *,
-    small: Collection[str],
-) -> None:
-    """Refuse a sound state of other parameters.
+def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[str] = ()) -> None:
+    """Refuse a sound state of other parameters than the layout's.
 
-    Args:
-        saved: as in :func:`require_sound`.
-        sparsified: name -> whether a parameter is sent sparsified.
-        lengths: name -> number of elements, of the same parameters.
-        optional: names of those that the state need not have, and of others that it may have.
-        small: names of those that may be sent coded, and so may have a residual of the codec's.
+    ``optional``: names of those that the state need not have, and of others that it may have.
     """
-    found = saved["parameters"]
-    missing = [n for n in lengths if n not in found and n not in optional]
-    surplus = [n for n in found if n not in lengths and n not in optional]
+    found, sparsified = saved["parameters"], layout.sparsified()
+    missing = [n for n in sparsified if n not in found and n not in optional]
+    surplus = [n for n in found if n not in sparsified and n not in optional]
     if missing or surplus:
         what = f"lacks parameter {missing[0]!r}" if missing else f"has a parameter {surplus[0]!r} too many"
         raise LayoutError(
             f"the saved compressor state {what}; it belongs to another model or another choice of parameters: "
             "build the compressor for the model that was saved, or call reset() to start with empty residuals"
         )
-    for name, length in lengths.items():
+    small = {layout.parameters[s.parameter].name for b in layout.buckets for s in b.small}
+    for name, length in ((p.name, p.numel) for p in layout.parameters):
         if name not in found:
             continue
         entry, wanted = found[name], {"u", "v"} if sparsified[name] else {"u"}

@@ -6,8 +6,9 @@ P = number of ranks, m = message bytes. Every rank must call the same collective
 from __future__ import annotations
 
 import abc
+import json
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -168,3 +169,27 @@ def _describe(array: np.ndarray) -> str:
     traits = "" if array.flags.c_contiguous else ", not contiguous"
     traits += "" if array.flags.writeable else ", read-only"
     return f"{array.dtype.name} of shape {array.shape}{traits}"
+
+
+LENGTH_BYTES = 8
+
+
+def gather_values(transport: Transport, value: object) -> list[Any]:
+    """Every rank's small value, which JSON must know, in rank order. Collective."""
+    text = json.dumps(value).encode()
+    lengths = gather_rows(transport, np.frombuffer(len(text).to_bytes(LENGTH_BYTES, "little"), np.uint8))
+    return [json.loads(each) for each in gather_texts(transport, text, lengths.view("<i8")[:, 0].tolist())]
+
+
+def gather_texts(transport: Transport, text: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """Every rank's text, of a length that is known. Collective."""
+    padded = np.zeros(max(lengths), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    return [row[:n].tobytes() for row, n in zip(gather_rows(transport, padded), lengths, strict=True)]
+
+
+def gather_rows(transport: Transport, message: np.ndarray) -> np.ndarray:
+    """Every rank's message, (m,) uint8, as (P, m). Collective."""
+    out = np.empty((transport.size, message.size), np.uint8)
+    transport.allgather(np.ascontiguousarray(message), out)
+    return out

@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_map_only
 
 from dgc.adapter.engine import INACTIVE
 from dgc.core.state import old_ranks_of, require_sound, write_whole
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, gather_values
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import job_of
 from dgc.torch.tensors import is_sharded
-from dgc.transport.agreement import agree_or_raise, gather_values
+from dgc.transport.agreement import agree_or_raise
 from dgc.transport.local import local_world
 
 MAIN_FILE = "checkpoint.pt"

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.adapter.job import Job
-from dgc.core.transport import Collectives, Transport, as_transport
+from dgc.core.transport import Collectives, Transport, as_transport, gather_values
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.tensors import is_sharded, local
-from dgc.transport.agreement import gather_values
 from dgc.transport.choice import HorovodTransportBase, require_no_choice
 
 if TYPE_CHECKING:

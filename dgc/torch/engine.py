@@ -21,7 +21,7 @@ from dgc.core.exchange.encoders import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import StepContext, StepOptions
 from dgc.core.layout import Layout, make_layout
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, gather_values
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.gpu import tensors_for
@@ -29,7 +29,7 @@ from dgc.torch.saved_state import Change
 from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.step import Results, StepWatch, learning_rates_of, refusal_of_results
 from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples
-from dgc.transport.agreement import gather_values, require_replicas
+from dgc.transport.agreement import require_replicas
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

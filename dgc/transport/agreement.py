@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 
 from dgc import errors
-from dgc.core.transport import Transport
+from dgc.core.transport import LENGTH_BYTES, Transport, gather_rows, gather_texts
 from dgc.errors import ConfigError, DGCError, RemoteError, TransportError
 
 ERROR_KEY = "__error__"
 """The key under which a rank reports that it has no description, because building it failed."""
 
 _DIGEST_BYTES = 16
-_LENGTH_BYTES = 8
 _GROUPS_SHOWN = 8
 _VALUE_CHARACTERS = 200
 
@@ -137,31 +136,12 @@ def _decode(text: bytes) -> dict[str, str]:
 def gather_if_different(transport: Transport, description: Mapping[str, Any]) -> list[dict[str, str]] | None:
     """Every rank's description as key -> JSON text, in rank order; None when all are equal. Collective."""
     text = _encode(description)
-    head = hashlib.sha256(text).digest()[:_DIGEST_BYTES] + len(text).to_bytes(_LENGTH_BYTES, "little")
-    heads = _allgather(transport, np.frombuffer(head, np.uint8))
+    head = hashlib.sha256(text).digest()[:_DIGEST_BYTES] + len(text).to_bytes(LENGTH_BYTES, "little")
+    heads = gather_rows(transport, np.frombuffer(head, np.uint8))
     if (heads == heads[0]).all():
         return None
     lengths = [int.from_bytes(row[_DIGEST_BYTES:].tobytes(), "little") for row in heads]
-    return [_decode(each) for each in _gather_texts(transport, text, lengths)]
-
-
-def gather_values(transport: Transport, value: object) -> list[Any]:
-    """Every rank's small value, which JSON must know, in rank order. Collective."""
-    text = json.dumps(value).encode()
-    lengths = _allgather(transport, np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "little"), np.uint8))
-    return [json.loads(each) for each in _gather_texts(transport, text, lengths.view("<i8")[:, 0].tolist())]
-
-
-def _gather_texts(transport: Transport, text: bytes, lengths: Sequence[int]) -> list[bytes]:
-    padded = np.zeros(max(lengths), np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
-    return [row[:n].tobytes() for row, n in zip(_allgather(transport, padded), lengths, strict=True)]
-
-
-def _allgather(transport: Transport, message: np.ndarray) -> np.ndarray:
-    out = np.empty((transport.size, message.size), np.uint8)
-    transport.allgather(np.ascontiguousarray(message), out)
-    return out
+    return [_decode(each) for each in gather_texts(transport, text, lengths)]
 
 
 def _first_difference(descriptions: Sequence[Mapping[str, str]]) -> str | None:
@@ -213,9 +193,7 @@ def require_replicas(transport: Transport, values: Mapping[str, np.ndarray], adv
     own = np.concatenate([np.asarray(v, np.float64).reshape(-1) for v in values.values()] or [np.empty(0)])
     if own.size == 0:
         return
-    table = np.empty((transport.size, own.nbytes), np.uint8)
-    transport.allgather(own.view(np.uint8), table)
-    rows = table.view(np.float64)
+    rows = gather_rows(transport, own.view(np.uint8)).view(np.float64)
     begin = 0
     for name, value in values.items():
         part = rows[:, begin : begin + value.size]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dgc.core.transport import Divisible, Transport, check_allgather, check_allreduce
+from dgc.core.transport import Divisible, Transport, check_allgather, check_allreduce, gather_rows
 from dgc.errors import ConfigError, TransportError
 
 logger = logging.getLogger("dgc")
@@ -161,8 +161,7 @@ class HierarchicalTransport(Transport):
     def _first_that_differs(self, message: np.ndarray) -> int:
         """1 + the first rank of this node whose message is not the leader's, or 0."""
         own = np.array([message.size, zlib.crc32(message.data)], np.int64)
-        rows = np.empty((self.inside.size, own.nbytes), np.uint8)
-        self.inside.allgather(own.view(np.uint8), rows)
+        rows = gather_rows(self.inside, own.view(np.uint8))
         others = np.flatnonzero((rows != rows[0]).any(axis=1))
         return 1 + self._first + int(others[0]) if others.size else 0
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dgc.core.transport import Divisible, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.core.transport import Divisible, check_allgather, check_allreduce, gather_values, reduce_in_rank_order
 from dgc.errors import ConfigError, StallError, TransportError
 
 if TYPE_CHECKING:
@@ -211,9 +211,7 @@ class MPITransport(Divisible):
             near = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
             lowest = near.bcast(self.rank, 0)
             near.Free()
-        found = np.empty((self.size, 8), np.uint8)
-        self.allgather(np.array([lowest], np.int64).view(np.uint8), found)
-        return [int(n) for n in found.view(np.int64)[:, 0]]
+        return gather_values(self, lowest)
 
     def close(self) -> None:
         """Refuse every later call. The communicator (8 kB) stays until the process ends.

@@ -38,7 +38,7 @@ from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
 from dgc.core.message import Flags, RemoteFailure
 from dgc.core.state import State, require_place
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, gather_rows
 from dgc.errors import DGCError, LayoutError, RemoteError, StallError, TransportError
 
 _forks = 0
@@ -744,8 +744,7 @@ class Exchange:
         if all(len(set(bucket.at.absent)) == 1 for bucket in buckets):
             return own
         mine = np.array([i in own for i in range(len(self.layout.parameters))], np.uint8)
-        rows = np.empty((self.transport.size, mine.size), np.uint8)
-        self.transport.allgather(mine, rows)
+        rows = gather_rows(self.transport, mine)
         context.stats.count_collective(mine.size)
         return {int(i) for i in np.flatnonzero(rows.all(axis=0))}
 

@@ -16,11 +16,8 @@ from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import StepContext
 from dgc.core.layout import Bucket
 from dgc.core.message import ERROR_CLASSES, error_code
-from dgc.core.transport import Transport
+from dgc.core.transport import Transport, gather_rows, gather_values
 from dgc.errors import DGCError
-
-_TEXT_BYTES = 2000
-_NO_PARAMETER = -1
 
 Announced = tuple[DGCError, int | None]
 
@@ -50,26 +47,17 @@ class NodeSums:
         absent = step.submissions.absent
         places = [s.parameter for bucket in buckets for s in bucket.segments]
         mine = np.array([own is not None, *(p in absent for p in places)], np.uint8)
-        flags = np.empty((self._inside.size, mine.size), np.uint8)
-        self._inside.allgather(mine, flags)
+        flags = gather_rows(self._inside, mine)
         absent.difference_update(p for p, has_none in zip(places, flags[:, 1:].T, strict=True) if not has_none.all())
         if not flags[:, 0].any():
             return None
-        text = np.zeros(16 + _TEXT_BYTES, np.uint8)
-        if own is not None:
-            error, parameter = own
-            text[:16].view(np.int64)[:] = error_code(error), _NO_PARAMETER if parameter is None else parameter
-            words = str(error).encode()[:_TEXT_BYTES]
-            text[16 : 16 + len(words)] = np.frombuffer(words, np.uint8)
-        texts = np.empty((self._inside.size, text.size), np.uint8)
-        self._inside.allgather(text, texts)
+        told = gather_values(self._inside, None if own is None else (error_code(own[0]), str(own[0]), own[1]))
         first = int(np.flatnonzero(flags[:, 0])[0])
-        code, concerned = texts[first, :16].view(np.int64).tolist()
-        told = bytes(texts[first, 16:]).rstrip(b"\0").decode(errors="replace")
-        failure = ERROR_CLASSES[code](f"rank {self._first + first}: {told}")
+        code, text, concerned = told[first]
+        failure = ERROR_CLASSES[code](f"rank {self._first + first}: {text}")
         if own is not None and first == self._inside.rank:
             failure.__cause__ = own[0]
-        return failure, None if concerned == _NO_PARAMETER else concerned
+        return failure, concerned
 
     def collect(self, step: StepContext, bucket: Bucket) -> None:
         """Put this rank's gradients of a bucket, all of which are in, side by side. Local: no communication."""

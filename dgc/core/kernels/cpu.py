@@ -50,6 +50,9 @@ class NumbaKernels(Kernels):
 
     Safe to call from several Python threads, each with buckets of its own. u, v and all results must be contiguous;
     what comes out does not depend on the number of threads.
+
+    Attributes:
+        threads: the most that a call uses.
     """
 
     name = "numba"
@@ -57,21 +60,11 @@ class NumbaKernels(Kernels):
     def __init__(self, threads: int | None = None, *, local_size: int | None = None) -> None:
         self._team = Team()
         self._workspace = Workspace()
-        self._threads = 1
-        self.set_threads(threads if threads is not None else default_threads(local_size))
-
-    @property
-    def threads(self) -> int:
-        """Threads per call."""
-        return self._threads
-
-    def set_threads(self, threads: int) -> None:
-        """Use up to ``threads`` threads per call from now on, at least 1."""
-        self._threads = max(1, threads)
+        self.threads = max(1, threads if threads is not None else default_threads(local_size))
 
     def describe(self) -> str:
         """One line for a log: what runs, and on how many threads."""
-        return f"numba {numba.__version__}, {self._threads} thread{'s' if self._threads > 1 else ''}"
+        return f"numba {numba.__version__}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
     def warm_up(self) -> None:
         """Compile every kernel, or load it from the cache, so that no step waits for it."""
@@ -104,7 +97,7 @@ class NumbaKernels(Kernels):
 
     @property
     def overlaps(self) -> bool:  # noqa: D102
-        return self._threads > 1
+        return self.threads > 1
 
     def begin_selection(  # noqa: D102
         self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray | None
@@ -190,7 +183,7 @@ class NumbaKernels(Kernels):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _threads_for(self, elements: int) -> int:
-        return 1 if elements < ALONE else self._threads
+        return 1 if elements < ALONE else self.threads
 
 
 # -- dense work: sums of squares for clipping, and momentum SGD on an averaged gradient --------------------------------

@@ -139,10 +139,8 @@ def test_a_wrong_number_of_threads_is_an_error(bare_environment, value):
 
 
 def test_there_is_at_least_one_thread(bare_environment):
-    kernels = NumbaKernels(3)
-    assert kernels.threads == 3
-    kernels.set_threads(0)
-    assert kernels.threads == 1
+    assert NumbaKernels(3).threads == 3
+    assert NumbaKernels(0).threads == 1
 
 
 PIECE = """
