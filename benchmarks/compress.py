@@ -209,7 +209,6 @@ def measure(
     g = gradients.flat
     gradients.draw(0)
     kernels = NumbaKernels(threads)
-    kernels.warm_up()
     numba.set_num_threads(threads)
     u, v = np.zeros_like(g), np.zeros_like(g)
     ranks = {case: Rank(layout, kernels, density, case, g) for case in cases}
@@ -315,11 +314,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go")
     options = parser.parse_args()
     shapes = MODELS[options.model]()
-    start = time.perf_counter()
-    kernels = NumbaKernels(max(options.threads))
-    kernels.warm_up()
-    warm_up = time.perf_counter() - start
-    print(f"{options.model}: {len(shapes)} tensors; {kernels.describe()}; warm-up {warm_up:.1f} s")
+    print(f"{options.model}: {len(shapes)} tensors; {NumbaKernels(max(options.threads)).describe()}")
     print(f"{'density':>8} {'threads':>7} {'case':<14} {'ms':>9} {'ratio':>7} {'first ms':>9} {'exact':>8}")
     rows: list[Row] = []
     for density in options.densities:
@@ -334,7 +329,7 @@ def main() -> None:
             rows += new
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"compress-{options.model}.json"
-    figures = {"model": options.model, "environment": environment(), "warm_up_seconds": warm_up}
+    figures = {"model": options.model, "environment": environment()}
     path.write_text(json.dumps({**figures, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
     if options.plot:
         plot(rows, path.with_suffix(".png"), f"{options.model}: compress step / bare update")

@@ -675,14 +675,19 @@ def make_encoders(
     layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport
 ) -> list[tuple[Encoder, DenseVector]]:
     """The encoder and the dense vector of each bucket of the layout."""
-    own_share = config.own_share(transport.size)
-    make = DeviceVector if kernels.on_device else DenseVector
-    vectors = [make(bucket, kernels, own_share, config.error_feedback) for bucket in layout.buckets]
-    encoders = _encoders(config, layout, kernels, transport)
-    for encoder in encoders:
+    vector = DeviceVector if kernels.on_device else DenseVector
+    algorithm = None if runs_on_devices(config) else compressor_class(config.algorithm)(config)
+    made = []
+    for bucket in layout.buckets:
+        encoder: Encoder = (
+            TopKEncoder(bucket, config, kernels, transport.size, keeps_residual=config.error_feedback)
+            if algorithm is None
+            else AlgorithmEncoder(bucket, algorithm, kernels, transport, layout)
+        )
         for sparsity in config.sparsity:
             encoder.plan_at(1.0 - sparsity)
-    return list(zip(encoders, vectors, strict=True))
+        made.append((encoder, vector(bucket, kernels, config.own_share(transport.size), config.error_feedback)))
+    return made
 
 
 def runs_on_devices(config: DGCConfig) -> bool:
@@ -702,25 +707,3 @@ def is_unchanged(row: type[Algorithm]) -> bool:
         if any(name not in _LABELS and (name == "__init__" or not name.startswith("__")) for name in vars(each)):
             return False
     return False
-
-
-def _encoders(config: DGCConfig, layout: Layout, kernels: Kernels, transport: Transport) -> list[Encoder]:
-    row, buckets = compressor_class(config.algorithm), layout.buckets
-    if not (is_unchanged(row) and row.is_plain_selection(config)):
-        _warm_up(row(config), kernels)
-        algorithm = row(config)
-        return [AlgorithmEncoder(b, algorithm, kernels, transport, layout) for b in buckets]
-    keeps = config.error_feedback
-    return [TopKEncoder(b, config, kernels, transport.size, keeps_residual=keeps) for b in buckets]
-
-
-def _warm_up(algorithm: Algorithm, kernels: Kernels) -> None:
-    """Compile what the first step would otherwise wait for, by a message of an object that is then thrown away."""
-    n = 64
-    tensor = Tensor("warm-up", (8, 8), 0, n)
-    spec = BucketSpec(Bucket(0, "float32", (Segment(0, 0, n),), (), n, n), (tensor,), 1.0, n)
-    x = np.linspace(-1, 1, n, dtype=np.float32)
-    info = StepInfo(0, 0, 0, kernels.new_thresholds(1), algorithm.prepare(x, spec), x)
-    out = np.zeros(padded(algorithm.max_bytes(spec)), np.uint8)
-    count, _ = algorithm.encode(x, out, spec, info)
-    algorithm.decode(out, count, spec)

@@ -333,12 +333,12 @@ class Pipeline:
         self._clipping = clipping
         self._kernels = kernels
         self._step = step
-        self._prepared = self._summed = 0  # buckets before these are
+        self._prepared = self._clipped = self._summed = 0  # buckets before these are
         self._thread: threading.Thread | None = None
 
     def start(self, context: StepContext) -> None:
         """Begin a step, whose gradients arrive from now on. The caller holds the lock."""
-        self._prepared = self._summed = 0
+        self._prepared = self._clipped = self._summed = 0
         self._step.begin(context)
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="dgc-exchange", daemon=True)
@@ -382,12 +382,8 @@ class Pipeline:
                 step.broke(error)
                 if not step.wait_until_raised(_STALL_PATIENCE):
                     self._transport.end_job(error)
-            except DGCError as error:
-                step.broke(error)
             except BaseException as error:
-                wrapped = RemoteError(f"the exchange failed: {type(error).__name__}: {error}")
-                wrapped.__cause__ = error
-                step.broke(wrapped)
+                step.broke(_told(error))
             else:
                 if done:
                     step.enter(Event.RUN)
@@ -482,11 +478,12 @@ class Pipeline:
             return
         bucket, whole = self._buckets[index], self._clipping.needs_all_gradients
         since = time.perf_counter()
-        if not (whole and index):
+        if index >= self._clipped:
             together = self._buckets if whole else [bucket]
             for each in together:
                 each.encoder.await_gradients(context)
             self._clipping.fill_in(context, together)
+            self._clipped = len(self._buckets) if whole else index + 1
         if context.submissions.absent:
             bucket.keep_absent()
         if self._kernels.overlaps:
@@ -507,7 +504,7 @@ class Pipeline:
                 self._prepare(context, following)
 
 
-def _told(error: Exception) -> DGCError:
+def _told(error: BaseException) -> DGCError:
     """What is reported to the other ranks of an error here."""
     if isinstance(error, DGCError):
         return error

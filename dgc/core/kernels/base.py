@@ -165,9 +165,6 @@ class Kernels(abc.ABC):
         """One line for a log: what runs, and on how many threads."""
         return self.name
 
-    def warm_up(self) -> None:  # noqa: B027
-        """Do now what the first step would otherwise wait for, such as compiling."""
-
     def new_thresholds(self, segments: int) -> np.ndarray:
         """Return a fresh (segments, c) float64 array: what the selection remembers from step to step.
 

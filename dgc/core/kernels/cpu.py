@@ -57,32 +57,14 @@ class NumbaKernels(Kernels):
 
     name = "numba"
 
-    def __init__(self, threads: int | None = None, *, local_size: int | None = None) -> None:
+    def __init__(self, threads: int | None = None) -> None:
         self._team = Team()
         self._workspace = Workspace()
-        self.threads = max(1, threads if threads is not None else default_threads(local_size))
+        self.threads = max(1, threads if threads is not None else default_threads())
 
     def describe(self) -> str:
         """One line for a log: what runs, and on how many threads."""
         return f"numba {numba.__version__}, {self.threads} thread{'s' if self.threads > 1 else ''}"
-
-    def warm_up(self) -> None:
-        """Compile every kernel, or load it from the cache, so that no step waits for it."""
-        n = 4 * ALONE
-        g, u, v = np.ones(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.float32)
-        thresholds = self.new_thresholds(2)
-        work = [SegmentWork(g[: n // 4], None, 0, n // 4, 4)]
-        self.accumulate(work, u, v)
-        self.accumulate_and_select([SegmentWork(g, None, 0, n, 4)], u, v, thresholds[:1])
-        few = self.accumulate_and_select(work, u, v, thresholds[1:]).positions
-        many = np.arange(0, n, 2)
-        for positions in (few, many):
-            sent = v[positions]
-            self.take_out(u, v, positions, sent, masking=True)
-            self.scatter_add([g.copy()], np.array([0, n]), positions, sent, 1.0)
-        for size in (4, n):
-            self.sums_of_squares([g[:size]])
-            self.dense_update(u[:size].copy(), g[:size], v[:size], None, MomentumRule(momentum=0.9))
 
     def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
         table = np.array([(*place_of(g, g.size, "gradient"), g.size) for g in gradients], np.int64).reshape(-1, 3)

@@ -42,17 +42,15 @@ def available_cores() -> int:
         return os.cpu_count() or 1
 
 
-def default_threads(local_size: int | None = None) -> int:
+def default_threads() -> int:
     """The process's share of its host: cores // ranks on this host, at least 1."""
     wanted = os.environ.get(THREADS_VARIABLE)
     if wanted is not None:
         if not wanted.isdecimal() or int(wanted) < 1:
             raise ConfigError(f"{THREADS_VARIABLE} is {wanted!r}; allowed: a whole number >= 1")
         return int(wanted)
-    if local_size is None:
-        found = next((os.environ[name] for name in LOCAL_SIZE_VARIABLES if name in os.environ), "1")
-        local_size = int(found) if found.isdecimal() else 1
-    return max(1, available_cores() // max(1, local_size))
+    found = next((os.environ[name] for name in LOCAL_SIZE_VARIABLES if name in os.environ), "1")
+    return max(1, available_cores() // max(1, int(found) if found.isdecimal() else 1))
 
 
 @entry
@@ -95,7 +93,12 @@ class Team:
         Raises:
             Exception: what the kernel raised, on whichever thread.
         """
-        self.start(min(threads, pieces) - 1, kernel, pieces, *arguments).finish()
+        work = self.start(min(threads, pieces) - 1, kernel, pieces, *arguments)
+        try:
+            work.finish()
+        except BaseException:
+            work.give_up()
+            raise
 
     def start(
         self, helpers: int, kernel: Callable[..., None], pieces: int, *arguments: object, keeps: object = None
@@ -159,9 +162,9 @@ class Work:
             Exception: what the kernel raised, on whichever thread.
         """
         progress, pieces = self._progress, self._pieces
+        if progress[1] >= pieces:
+            return
         try:
-            if progress[1] >= pieces:
-                return
             self._kernel(0, progress, pieces, *self._arguments)
             while self.shared and not _all_done(progress, pieces, LOOKS):
                 if self._errors:

@@ -43,7 +43,6 @@ def test_kernels_that_compute_nonsense_are_refused(monkeypatch):
     def broken(self, *args):
         return ReferenceKernels().accumulate_and_select([], *args[1:])
 
-    monkeypatch.setattr(NumbaKernels, "warm_up", lambda self: None)
     monkeypatch.setattr(NumbaKernels, "accumulate_and_select", broken)
     with pytest.raises(ArithmeticError, match="another result than the reference"):
         choose.choose_kernels("cpu")
