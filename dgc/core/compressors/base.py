@@ -214,6 +214,8 @@ class Algorithm(ABC):
     def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues | DenseValues:
         """Read a message, the sender's own included; the same bytes give the same values everywhere.
 
+        A compressor always returns the same of the two kinds.
+
         Args:
             data: (m,) uint8, what :meth:`encode` wrote and zeros.
             count: entries in the message, from its header.

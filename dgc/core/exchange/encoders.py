@@ -527,19 +527,15 @@ class AlgorithmEncoder(Encoder):
 
     def apply(self, at: BucketStep, messages: Sequence[Incoming], share: float) -> None:  # noqa: D102
         spec, factor = self._spec(at.plan.density), share * at.step.loss_scale
-        decoded = [self._decode(message, spec) for message in messages]
-        entries = [(each.positions, each.values) for each in decoded if isinstance(each, SparseValues)]
-        if len(entries) == len(decoded):
-            self._put(at, entries, factor)
+        decoded: list[Any] = [self._decode(message, spec) for message in messages]
+        if isinstance(decoded[0], SparseValues):
+            self._put(at, [(each.positions, each.values) for each in decoded], factor)
             return
         results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]
         for result in results:
             result.fill(0)
-        for each in decoded:
-            if isinstance(each, SparseValues):
-                self._kernels.scatter_add(results, self._bucket.sparse_offsets, each.positions, each.values, factor)
-                continue
-            with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            for each in decoded:
                 for result, values in zip(results, each.values, strict=True):
                     result += values * result.dtype.type(factor)
         at.flagged = not all(is_finite(result) for result in results)

@@ -208,26 +208,17 @@ class Kernels(abc.ABC):
     def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
         """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``."""
 
+    @abc.abstractmethod
     def set_entries(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
-        """Make the results these values, and zeros elsewhere; arguments as for :meth:`scatter_add`."""
-        for result in results:
-            result.fill(0)
-        self.scatter_add(results, offsets, positions, values, 1.0)
-
-    @abc.abstractmethod
-    def scatter_add(
-        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
-    ) -> None:
-        """Add ``values * factor`` to the results, result s holding positions ``offsets[s]`` to ``offsets[s + 1]``.
+        """Make the results these values, and zeros elsewhere; result s holds ``offsets[s]`` to ``offsets[s + 1]``.
 
         Args:
             results: S arrays, each 1-D, in place; they may be shorter than their span (padding is never selected).
             offsets: (S + 1,) int64.
             positions: (k,) int64, ascending and unique.
             values: (k,) float.
-            factor: multiplied in float32 (float64 for float64 results).
         """
 
     @abc.abstractmethod

@@ -117,13 +117,9 @@ class NumbaKernels(Kernels):
         decoded, k = np.ascontiguousarray(decoded, v.dtype), positions.size
         self._team.run(self._threads_for(PLACE * k), mask_places, -(-k // PART), u, v, positions, decoded, masking)
 
-    def scatter_add(  # noqa: D102
-        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
+    def set_entries(  # noqa: D102
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
-        if positions.size == 0:
-            return
-        if not results:
-            raise LayoutError(f"{positions.size} positions were given, and no result to add to")
         for s, result in enumerate(results):
             if not result.flags.writeable:
                 raise LayoutError(f"result {s} is read-only")
@@ -131,14 +127,14 @@ class NumbaKernels(Kernels):
                 raise LayoutError(f"result {s} is {result.dtype}; all must be contiguous float32")
         if values.shape != positions.shape:
             raise LayoutError(f"{values.size} values were given for {positions.size} positions")
-        addresses = np.array([address_of(r) for r in results], np.int64)
-        lengths = np.minimum(np.array([r.size for r in results], np.int64), np.diff(offsets))
-        refused = np.zeros(1, np.int64)
+        bounds = np.searchsorted(positions, offsets)
+        table = np.array([(address_of(r), r.size) for r in results], np.int64).reshape(-1, 2)
+        outside = np.array([bounds[-1] - bounds[0] < positions.size])
         self._team.run(
-            self._threads_for(PLACE * positions.size), add_to_results, -(-positions.size // PART), addresses, lengths,
-            offsets, positions, np.ascontiguousarray(values, np.float32), np.float32(factor), refused,
+            self._threads_for(int(offsets[-1])), fill_results, len(results), table, offsets, bounds, positions,
+            np.ascontiguousarray(values, np.float32), outside,
         )  # fmt: skip
-        if refused[0]:
+        if outside[0]:
             raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
 
     def dense_update(  # noqa: D102
@@ -294,46 +290,25 @@ def mask_places(worker, progress, parts, u, v, positions, decoded, masking):
         fetch_add(progress, 1, 1)
 
 
-@helper
-def _add_part(addresses, lengths, offsets, positions, values, factor, first, last):
-    s = 0
-    i = first
-    while i < last:
-        p = positions[i]
-        # The segment that holds p, by bisection; the next entries are mostly in the same one.
-        s, high = 0, len(lengths)
-        while high - s > 1:
-            middle = (s + high) // 2
-            if offsets[middle] <= p:
-                s = middle
-            else:
-                high = middle
-        start = offsets[s]
-        stop = start + lengths[s]
-        result = carray(at_address(addresses[s]), (lengths[s],), types.float32)
-        if p < start or p >= stop:
-            return False
-        while i < last and positions[i] < stop:
-            if positions[i] < start:
-                return False
-            result[positions[i] - start] += values[i] * factor
-            i += 1
-    return True
-
-
 @entry
-def add_to_results(worker, progress, parts, addresses, lengths, offsets, positions, values, factor, refused):
-    """Add (k,) ``values * factor`` at ``positions`` to S results: (S,) addresses and lengths, (S + 1,) offsets.
+def fill_results(worker, progress, count, table, offsets, bounds, positions, values, outside):
+    """Fill ``count`` results with zeros, and with the values at the positions of each. A kernel for ``Team``.
 
-    ``refused``, (1,), receives 1 when a position lies in no result; other entries may have been added then.
+    ``table``: addresses and lengths; result s holds ``offsets[s]`` on, its positions begin at ``bounds[s]``. Where one
+    lies behind its end, ``outside``, (1,), becomes True.
     """
     while True:
-        part = fetch_add(progress, 0, 1)
-        if part >= parts:
+        s = fetch_add(progress, 0, 1)
+        if s >= count:
             break
-        first, last = part * PART, min((part + 1) * PART, positions.size)
-        if not _add_part(addresses, lengths, offsets, positions, values, factor, first, last):
-            refused[0] = 1
+        result = carray(at_address(table[s, 0]), (table[s, 1],), types.float32)
+        result[:] = 0
+        for i in range(bounds[s], bounds[s + 1]):
+            place = positions[i] - offsets[s]
+            if place < result.size:
+                result[place] = values[i]
+            else:
+                outside[0] = True
         fetch_add(progress, 1, 1)
 
 

@@ -177,7 +177,7 @@ TEXTS = {
         f"{_TABLE}, int64 at, T value",
         "raw T like",
         _FIND.replace("[i >> shift]", "[at >> shift]").replace("i - r.start", "at - r.start")
-        + "((T*)r.result)[j] += value;",
+        + "((T*)r.result)[j] = value;",
     ),
     "take_out": Text("int64 at, T sent, bool masking", "raw T u, raw T v", "v[at] -= sent; if (masking) u[at] = 0;"),
 }
@@ -439,12 +439,22 @@ class DeviceKernels(Kernels):
     def set_entries(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
-        self._place(results, offsets, positions, values, 1.0, clears=True)
-
-    def scatter_add(  # noqa: D102
-        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
-    ) -> None:
-        self._place(results, offsets, positions, values, factor, clears=False)
+        bounds = np.searchsorted(positions, offsets)
+        for s, result in enumerate(results):
+            if bounds[s] < bounds[s + 1] and positions[bounds[s + 1] - 1] - offsets[s] >= result.size:
+                raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
+        if not results:
+            return
+        kind = np.dtype(results[0].dtype)
+        with self._lock, self.device:
+            firsts = offsets.tolist()
+            parts = [SegmentWork(offset=o, length=r.size, result=r) for o, r in zip(firsts, results, strict=False)]
+            table, stop = self._rows(parts)
+            where, (at, added) = self._where(table, stop, positions, values.astype(kind))
+            if stop:
+                self._texts["clear"](*where, results[0], size=stop)
+            if positions.size:
+                self._texts["place"](*where, at, added, results[0])
 
     # -- dense tensors ---------------------------------------------------------------------------------------------
 
@@ -505,27 +515,6 @@ class DeviceKernels(Kernels):
             with self._lock:
                 whole = self.device.host_of(v[choice.span(missing)])
             choice.among_all(missing, whole, self._team, self._threads)
-
-    def _place(
-        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float,
-        *, clears: bool,
-    ) -> None:  # fmt: skip
-        bounds = np.searchsorted(positions, offsets)
-        for s, result in enumerate(results):
-            if bounds[s] < bounds[s + 1] and positions[bounds[s + 1] - 1] - offsets[s] >= result.size:
-                raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
-        if not results or not (clears or positions.size):
-            return
-        kind = np.dtype(results[0].dtype)
-        with self._lock, self.device, np.errstate(over="ignore", invalid="ignore"):
-            firsts = offsets.tolist()
-            parts = [SegmentWork(offset=o, length=r.size, result=r) for o, r in zip(firsts, results, strict=False)]
-            table, stop = self._rows(parts)
-            where, (at, added) = self._where(table, stop, positions, values.astype(kind) * kind.type(factor))
-            if clears and stop:
-                self._texts["clear"](*where, results[0], size=stop)
-            if positions.size:
-                self._texts["place"](*where, at, added, results[0])
 
     def _pack(self, parts: Sequence[SegmentWork], out: Array, met: Array) -> None:
         table, _ = self._rows(parts)

@@ -90,17 +90,16 @@ class ReferenceKernels(Kernels):
         if masking:
             u[positions] = 0
 
-    def scatter_add(  # noqa: D102
-        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray, factor: float
+    def set_entries(  # noqa: D102
+        self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
         bounds = np.searchsorted(positions, offsets)
         for s, result in enumerate(results):
             inside = slice(bounds[s], bounds[s + 1])
             if bounds[s] < bounds[s + 1] and positions[bounds[s + 1] - 1] - offsets[s] >= result.size:
                 raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
-            with np.errstate(over="ignore", invalid="ignore"):
-                added = values[inside].astype(result.dtype) * result.dtype.type(factor)
-                result[positions[inside] - offsets[s]] += added
+            result.fill(0)
+            result[positions[inside] - offsets[s]] = values[inside]
 
     def dense_update(  # noqa: D102
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
