@@ -66,10 +66,9 @@ class IndexCodec(Protocol):
     """The codec's name in the option ``indices=``."""
 
     def max_bytes(self, n: int, k: int) -> int:
-        """Bytes that suffice for k or fewer entries, whatever the positions: a multiple of 8 that never falls with k.
+        """Bytes that suffice for k or fewer of n elements, wherever they are: a multiple of 8 that never falls with k.
 
-        Raises:
-            ConfigError: this codec cannot address n elements, or k is not within 0..n.
+        0 <= k <= n < 2**31.
         """
         ...
 
@@ -87,7 +86,6 @@ class IndexCodec(Protocol):
             Bytes written, at most ``max_bytes(n, k)``, a multiple of 8.
 
         Raises:
-            ConfigError: as ``max_bytes``.
             WireError: ``out`` is too short, or the codec met positions that it cannot write.
         """
         ...
@@ -198,22 +196,7 @@ def check_positions(positions: np.ndarray, n: int, name: str) -> None:
 # -- positions -----------------------------------------------------------------------------------------------------
 
 
-class _Indices:
-    name: str
-    LIMIT: int
-    """Elements that a bucket must have fewer of."""
-
-    def _check_sizes(self, n: int, k: int) -> None:
-        if not 0 <= n < self.LIMIT:
-            raise ConfigError(
-                f"indices={self.name!r} addresses fewer than {self.LIMIT} elements in a bucket, this bucket has {n}. "
-                "Lower bucket_bytes, or choose another index codec."
-            )
-        if not 0 <= k <= n:
-            raise ConfigError(f"indices={self.name!r}: {k} entries cannot be chosen from {n} elements.")
-
-
-class Uint16Indices(_Indices):
+class Uint16Indices:
     """16-bit offsets in tiles of 65 536 elements, after a table of the tiles' entry counts.
 
     16 bits an entry and 32 bits a tile: 16.5 bits at 0.1 %. As quick to read as it gets.
@@ -221,10 +204,8 @@ class Uint16Indices(_Indices):
 
     id: int = IndexCodecId.UINT16
     name = "uint16"
-    LIMIT = 1 << 47  # 2^31 tiles
 
     def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
-        self._check_sizes(n, k)
         return padded(4 * _tiles_of(n)) + padded(2 * k)
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
@@ -271,7 +252,7 @@ def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
     return min(shapes, key=lambda shape: shape[1] + shape[2])
 
 
-class EliasFanoIndices(_Indices):
+class EliasFanoIndices:
     """Near the entropy: 11.95 bits an entry at 0.1 % and 8.56 at 1 %, where 11.41 and 8.08 are possible.
 
     Low part: the low w bits of each position, one after the other. High part: a bit vector in which entry i with
@@ -281,10 +262,8 @@ class EliasFanoIndices(_Indices):
 
     id: int = IndexCodecId.ELIAS_FANO
     name = "elias_fano"
-    LIMIT = 1 << 48  # bits shift freely in int64, and no machine holds as many elements
 
     def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
-        self._check_sizes(n, k)
         _, low_words, high_words = elias_fano_shape(n, k)
         return 8 * (low_words + high_words)
 
