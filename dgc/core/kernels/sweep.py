@@ -368,7 +368,7 @@ UNFINISHED = -1
 """In place of a count: the segment's candidates were too many or too few, or it collected none."""
 
 # The rules are plain Python, for every backend; this lets kernels call them by name.
-for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.learn, rules.log2, rules.exp2):
+for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.learn):
     register_jitable(_rule)
 
 

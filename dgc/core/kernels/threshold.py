@@ -8,9 +8,7 @@ of steps after a change of density, by less from step to step), and lowered by w
 wrong by, but at least so far that a few entries more than k are to be expected, and at most so far that five times k
 are.
 
-Every backend calls these functions, or a copy of them. They only add, multiply, divide, compare and take square roots,
-all exactly rounded in float64 (logarithms included, see :func:`log2`), so all backends keep the same numbers. The rows
-are part of a checkpoint.
+The rows are part of a checkpoint.
 
 Source: the reuse of thresholds is Ok-Topk's (Li and Hoefler 2022, arXiv 2201.07598); the prediction is ours.
 """
@@ -94,32 +92,10 @@ def most_candidates(k: int, length: int) -> int:
     return min(length, LIMIT * k + 1024)
 
 
-def log2(x: float) -> float:
-    """Binary logarithm of a positive number, to 1e-8, from exactly rounded operations: the same on every machine."""
-    mantissa, exponent = math.frexp(x)
-    y = (mantissa - 0.7071067811865476) / (mantissa + 0.7071067811865476)
-    z = y * y
-    series = y * (1.0 + z * (1.0 / 3.0 + z * (0.2 + z * (1.0 / 7.0 + z * (1.0 / 9.0)))))
-    return exponent - 0.5 + 2.8853900817779268 * series
-
-
-def exp2(x: float) -> float:
-    """``2 ** x`` to 1e-8, from exactly rounded operations; 0 or infinity where that is out of range."""
-    if x < -1080.0:
-        return 0.0
-    if x > 1023.0:
-        return math.inf
-    whole = math.floor(x + 0.5)
-    y = (x - whole) * 0.6931471805599453
-    series = 1.0
-    for n in range(8, 0, -1):
-        series = 1.0 + y / n * series
-    return math.ldexp(series, int(whole))
-
-
 def estimate(row: np.ndarray, k: int, used: float, count: int) -> float:
     """The k-th largest magnitude, when only ``count < k`` entries reach the threshold ``used``."""
-    return used * exp2(log2(max(count, 1) / k) / row[SLOPE])
+    kth: float = used * 2.0 ** (math.log2(max(count, 1) / k) / row[SLOPE])
+    return kth
 
 
 def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
@@ -141,10 +117,10 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
         row[NEXT], row[LEVEL], row[CHANGE], row[SPREAD], row[SLOPE] = 0.0, 0.0, 0.0, FIRST_SPREAD, FIRST_SLOPE
         row[GROWTH] = 0.0
         return
-    level = log2(kth)
+    level = math.log2(kth)
     slope = 0.0
     if count > k and kth > used > 0.0:
-        slope = min(max(log2(count / k) / (level - log2(used)), LOWEST_SLOPE), HIGHEST_SLOPE)
+        slope = min(max(math.log2(count / k) / (level - math.log2(used)), LOWEST_SLOPE), HIGHEST_SLOPE)
     growth = 0.0
     if known:
         change, before = level - row[LEVEL], row[CHANGE]
@@ -163,6 +139,6 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
         row[SLOPE] = slope if slope > 0.0 else FIRST_SLOPE
     row[GROWTH] = growth
     row[LEVEL] = level
-    least = log2(1.0 + SHARE + 3.0 / math.sqrt(k) + 8.0 / k)
-    margin = min(max(least / row[SLOPE], SAFETY * row[SPREAD]), max(least, log2(1.0 + MOST)) / row[SLOPE])
-    row[NEXT] = exp2(level + growth - margin)
+    least = math.log2(1.0 + SHARE + 3.0 / math.sqrt(k) + 8.0 / k)
+    margin = min(max(least / row[SLOPE], SAFETY * row[SPREAD]), max(least, math.log2(1.0 + MOST)) / row[SLOPE])
+    row[NEXT] = 2.0 ** (level + growth - margin)
