@@ -13,6 +13,7 @@ import pytest
 from contract_tools import Alone, Case
 
 from dgc.__main__ import facts
+from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc.core.compressors import PerTensor, compressor_class, compressor_names, make_config, register
 from dgc.errors import ConfigError, WireError
 

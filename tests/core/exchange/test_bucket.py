@@ -20,6 +20,7 @@ from dgc.core.exchange.records import StepOptions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
+from dgc.core.message import HEADER_BYTES
 from dgc.errors import LayoutError, WireError
 from dgc.transport.local import run_ranks
 

@@ -10,7 +10,7 @@ from dgc.core.exchange.encoders import DenseVector, is_finite
 from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout
-from dgc.core.plan import make_plan
+from dgc.core.message import make_plan
 
 
 def written(monkeypatch, small, *, decay, nesterov):
