@@ -58,35 +58,6 @@ def test_reads_what_was_written(header):
     assert (message[HEADER_BYTES:] == 0xAA).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [
-        ("compressor", 8),
-        ("index_codec", 8),
-        ("value_codec", 8),
-        ("step", 64),
-        ("bucket", 32),
-        ("fingerprint", 64),
-        ("count", 32),
-        ("payload_bytes", 32),
-        ("dense_bytes", 32),
-        ("error_code", 16),
-        ("error_parameter", 32),
-        ("dense_codec", 8),
-        ("absent", 64),
-    ],
-)
-def test_field_that_does_not_fit_is_named(name, bits):
-    for value in (-1, 1 << bits):
-        with pytest.raises(WireError, match=rf"{name} is {value}, it must be in 0\.\.{(1 << bits) - 1}"):
-            packed(HEADER._replace(**{name: value}))
-
-
-def test_unknown_flag_is_refused_by_the_writer():
-    with pytest.raises(WireError, match="flags are 0x10"):
-        packed(HEADER._replace(flags=16))
-
-
 def test_short_buffers_are_refused():
     for length in range(HEADER_BYTES):
         with pytest.raises(WireError, match=f"{length} bytes came"):
