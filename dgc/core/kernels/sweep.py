@@ -32,6 +32,7 @@ from dgc.core.kernels.simd import (
     float_of,
     from_half,
     load,
+    load_half,
     lowest_bit,
     multiply,
     prefetch,
@@ -254,7 +255,10 @@ def widen(address, code, start, count, out):
     else:
         words = carray(at_address(address), (start + count,), types.uint16)[start:]
         if code == FLOAT16:
-            for i in range(count):
+            whole = count // LANES * LANES
+            for i in range(0, whole, LANES):
+                store(out, i, load_half(words, i))
+            for i in range(whole, count):
                 out[i] = from_half(words[i])
         else:
             for i in range(count):
