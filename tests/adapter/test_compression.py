@@ -1,10 +1,8 @@
 """``Compression`` and the refusals of the wrappers, without a framework."""
 
 import inspect
-import warnings
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from fakes import FakeHorovod
 
@@ -101,15 +99,6 @@ def test_settings_that_name_nothing(settings, error, match):
         Made(FakeHorovod()).from_dict(settings)
 
 
-def test_what_is_given_to_compress():
-    assert shared.checked_tensors(iter("ab"), "topk", "things", "them") == ["a", "b"]
-    for value in (0.999, "ab"):
-        with pytest.raises(ConfigError, match=r"the things are .*; pass them, and options by their names"):
-            shared.checked_tensors(value, "topk", "things", "them")
-    with pytest.raises(ConfigError, match="nothing to compress: pass them"):
-        shared.checked_tensors([], "topk", "things", "them")
-
-
 def test_a_source_of_momentum():
     config = CompressorBase({}).config
     with pytest.raises(ConfigError, match=r"Compression.dgc\(names\) also needs optimizer="):
@@ -142,46 +131,3 @@ def test_a_class_or_a_constructor_that_was_not_called():
             shared.check_compression(value, Ours, "dgc.frame")
     with pytest.raises(ConfigError, match=r"call one: compression=Compression.topk\(\)"):
         made.topk.compress("a gradient")  # as Horovod's own wrapper calls it
-
-
-@pytest.mark.parametrize("passes", [0, -1, 1.0, "2", True, None])
-def test_passes(passes):
-    shared.check_passes(2)
-    shared.check_passes(np.int64(2))
-    with pytest.raises(ConfigError, match="backward_passes_per_step"):
-        shared.check_passes(passes)
-
-
-@pytest.mark.parametrize(("factor", "op"), [(0, "average"), (-1.0, "sum"), ("2", "average"), (2.0, "sum")])
-def test_predivide(factor, op):
-    shared.check_predivide(2.0, "average")
-    shared.check_predivide(1.0, "sum")
-    with pytest.raises(ConfigError, match="gradient_predivide_factor"):
-        shared.check_predivide(factor, op)
-
-
-def test_groups_and_adasum():
-    shared.refuse_grouping(0, None)
-    for arguments in ((1, None), (0, [])):
-        with pytest.raises(ConfigError, match="buckets"):
-            shared.refuse_grouping(*arguments)
-    for op in (None, "sum", "the sum"):
-        shared.refuse_adasum(op, FakeHorovod())
-    horovod = FakeHorovod()
-    horovod.hvd.Adasum = 2
-    with pytest.raises(ConfigError, match="Adasum"):
-        shared.refuse_adasum(2, horovod)
-
-
-def test_two_smoothings_are_told_with_the_way_out():
-    with pytest.warns(RuntimeWarning, match=r"momentum=0\.9, and Adam smooths .* beta1=0\.8: leave momentum out"):
-        shared.warn_of_first_moment("Adam", 0.8, 0.9)
-
-
-@pytest.mark.parametrize(
-    ("beta1", "momentum"), [(0.9, None), (0.9, 0.0), (0.0, 0.9), (0, 0.9), (None, 0.9), (object(), 0.9)], ids=str
-)
-def test_one_is_not(beta1, momentum):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        shared.warn_of_first_moment("Adam", beta1, momentum)

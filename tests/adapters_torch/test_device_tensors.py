@@ -170,20 +170,6 @@ def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
         assert isinstance(tensors_for([OnGPU("cuda:0"), OnGPU("cpu")]), HostTensors)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options", "named"),
-    [("dgc", {}, None), ("topk", {}, None), ("topk", {"threshold": "global"}, "topk"), ("qsgd", {}, "qsgd"),
-     ("adacomp", {}, "adacomp")],
-)  # fmt: skip
-def test_the_engine_says_which_compressors_need_the_host(monkeypatch, algorithm, options, named):
-    asked = []
-    monkeypatch.setattr(engine_module, "tensors_for", lambda parameters, name: asked.append(name) or HostTensors())
-    weight = torch.zeros(4, 5, requires_grad=True)
-    config = make_config(options, algorithm=algorithm)
-    run_ranks(1, lambda transport: Engine([("w", weight)], config, transport, optimizer=None).close())
-    assert asked == [named]
-
-
 def test_a_gpu_with_kernels_is_used(monkeypatch):
     kernels = SimpleNamespace(device=SimpleNamespace(allocate_with=lambda allocate, free: None))
     monkeypatch.setattr(gpu_module, "choose_kernels", lambda device: kernels if device == "gpu:2" else None)
@@ -205,12 +191,6 @@ def test_scratch_is_not_handed_out_again_while_the_kernels_use_it():
     assert kept == [(copied.data.ptr, stream), (place.place.data_ptr(), stream)]
     tensors.result(x.t())
     assert len(kept) == 3
-
-
-@needs_compiler
-def test_device_memory_comes_from_the_frameworks_pool():
-    tensors = on_stand_in([])
-    assert tensors.kernels.device.allocators == [(tensors._streams.allocate, tensors._streams.free)]
 
 
 @needs_compiler

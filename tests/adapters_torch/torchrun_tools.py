@@ -20,6 +20,7 @@ sys.meta_path.insert(0, Missing())
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from adapters_torch.workers.tensors import loss_of, make_model  # noqa: E402
 from torch import nn  # noqa: E402
 
 if not dist.is_initialized():
@@ -28,16 +29,6 @@ if not dist.is_initialized():
 
 EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
 SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
-
-
-def make_model(seed=0, width=64):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 5))
-
-
-def loss_of(model, step, *arguments):
-    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
-    return nn.functional.cross_entropy(model(x, *arguments), x[:, :5].argmax(1))
 
 
 class Branches(nn.Module):
@@ -75,6 +66,21 @@ def train(optimizer, model, steps=6, start=0, passes=1):
         for i in range(passes):
             loss_of(model, passes * step + i).backward()
         optimizer.step()
+
+
+def dense(steps, passes=1, decay=0.01):
+    """SGD on gradients that are averaged by hand."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), **{**SGD, "weight_decay": decay})
+    for step in range(steps):
+        optimizer.zero_grad()
+        for i in range(passes):
+            loss_of(model, passes * step + i).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+    return model
 
 
 def assert_frozen(model, optimizer, compression):

@@ -24,7 +24,6 @@ from exchange_tools import run_step
 
 from dgc.core.compressors import compressor_names, make_config
 from dgc.errors import ConfigError, DGCError, WireError
-from dgc.transport.agreement import require_agreement
 from dgc.transport.local import run_ranks
 
 every = pytest.mark.parametrize("case", CASES, ids=str)
@@ -379,23 +378,6 @@ def test_values_out_of_range_say_what_is_allowed(name, options):
     with pytest.raises(ConfigError, match=r"allowed|Choose one|must be in|give") as caught:
         run_ranks(1, lambda t: make_exchange(t, Case(name, options)))
     assert next(iter(options)) in str(caught.value)
-
-
-def test_ranks_that_disagree_get_one_error():
-    cases = [
-        (("qsgd", {"bits": 4}), ("qsgd", {"bits": 8}), "bits"),
-        (("qsgd", {}), ("dorefa", {}), "algorithm"),
-        (("strom", {"threshold": 0.1}), ("strom", {"threshold": 0.2}), "threshold"),
-    ]
-    for first, second, word in cases:
-
-        def one_rank(transport, both=(first, second), word=word):
-            name, options = both[transport.rank]
-            config = make_config(options, algorithm=name)
-            with pytest.raises(ConfigError, match=word):
-                require_agreement(transport, config.describe(), "options of the compressor")
-
-        run_ranks(2, one_rank)
 
 
 def test_a_message_of_another_compressor_is_refused():

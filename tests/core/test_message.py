@@ -5,7 +5,6 @@ import pytest
 
 from dgc import errors
 from dgc.core.compressors import make_config
-from dgc.core.kernels.base import Memory
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.message import HEADER_BYTES, MIN_MESSAGE_BYTES, Flags, Incoming, RemoteFailure, Sender, make_plan
 from dgc.transport.local import run_ranks
@@ -148,26 +147,6 @@ def test_ranks_that_have_joined_with_other_divisors_are_an_error():
 def test_a_message_of_another_step_is_refused():
     found = exchanged(lambda sender, rank: write(sender, rank, step=STEP + (rank == 1)))
     assert all(type(error) is errors.WireError for error in found)
-
-
-def test_buffers_stay_while_the_size_does():
-    class Counted(Memory):
-        sizes = ()
-
-        def host_array(self, n, dtype):
-            self.sizes += (n,)
-            return super().host_array(n, dtype)
-
-    def one_rank(transport):
-        memory = Counted()
-        sender = Sender(BUCKET, transport, memory)
-        for plan in (PLAN, PLAN, DENSER, DENSER, PLAN):
-            sender.start(plan, STEP, 5)
-            assert sender.payload.size == plan.payload_bytes
-        return memory.sizes
-
-    a, b = PLAN.message_bytes, DENSER.message_bytes
-    assert run_ranks(1, one_rank) == [(a, a, b, b, a, a)]
 
 
 def test_a_damaged_message_is_named_by_its_sender_and_bucket():

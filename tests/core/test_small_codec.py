@@ -83,17 +83,6 @@ def test_the_loops_write_and_read_the_codecs_own_bytes(values, name):
     np.testing.assert_array_equal(left, x - decoded)
 
 
-def test_blocks_of_several_ranks_add_up_in_their_order():
-    codec, bucket = coder([17, 5])
-    rng = np.random.default_rng(0)
-    sums, wanted = np.zeros(bucket.small_size, np.float32), np.zeros(bucket.small_size, np.float32)
-    for _ in range(3):
-        block, _, read = coded(codec, spread(bucket, [rng.standard_normal(5), rng.standard_normal(17)]))
-        codec.add(block, sums)
-        wanted += read
-    np.testing.assert_array_equal(sums, wanted)
-
-
 def test_a_damaged_block_is_refused_before_anything_is_added():
     codec, bucket = coder([9])
     block, _, _ = coded(codec, spread(bucket, [np.arange(9)]))

@@ -70,36 +70,30 @@ def test_a_different_value_names_key_values_and_ranks():
     )
 
 
-def test_the_first_key_in_rank_0s_order_is_named():
-    assert "'b' is 1 on rank 0 and 2 on rank 1" in _one_message([{"b": 1, "a": 1}, {"a": 2, "b": 2}])
+DIFFERENT = {
+    "the first key of rank 0": ([{"b": 1, "a": 1}, {"a": 2, "b": 2}], "'b' is 1 on rank 0 and 2 on rank 1"),
+    "a missing key": (
+        [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}],
+        "'b' is 2 on ranks 0, 2 and (missing) on rank 1",
+    ),
+    "an extra key": ([{"a": 1}, {"a": 1, "c": 3}], "'c' is (missing) on rank 0 and 3 on rank 1"),
+    "no key": ([{"a": 1}, {}], "'a' is 1 on rank 0 and (missing) on rank 1"),
+    "another order": (
+        [{"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 3, "b": 2}],
+        'the order differs, number 1 is "b" on rank 0 and "c" on rank 1',
+    ),
+    "NaN": ([{"m": math.nan}, {"m": 0.0}], "'m' is NaN on rank 0 and 0.0 on rank 1"),
+}
+
+
+@pytest.mark.parametrize(("descriptions", "said"), DIFFERENT.values(), ids=DIFFERENT)
+def test_the_first_difference_is_named(descriptions, said):
+    assert said in _one_message(descriptions)
 
 
 def test_the_given_error_and_advice_are_used():
     (message, _) = _messages([{"w": "3x3"}, {"w": "3x4"}], LayoutError, advice="Build the same model everywhere.")
     assert message.endswith('\'w\' is "3x3" on rank 0 and "3x4" on rank 1. Build the same model everywhere.')
-
-
-def test_a_missing_key_is_named():
-    assert "'b' is 2 on ranks 0, 2 and (missing) on rank 1" in _one_message(
-        [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": 2}]
-    )
-
-
-def test_an_extra_key_is_named():
-    assert "'c' is (missing) on rank 0 and 3 on rank 1" in _one_message([{"a": 1}, {"a": 1, "c": 3}])
-
-
-def test_one_rank_without_any_key():
-    assert "'a' is 1 on rank 0 and (missing) on rank 1" in _one_message([{"a": 1}, {}])
-
-
-def test_another_order_is_named():
-    message = _one_message([{"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 3, "b": 2}])
-    assert 'the order differs, number 1 is "b" on rank 0 and "c" on rank 1' in message
-
-
-def test_nan_against_a_number():
-    assert "'m' is NaN on rank 0 and 0.0 on rank 1" in _one_message([{"m": math.nan}, {"m": 0.0}])
 
 
 def test_one_is_not_true_and_not_one_point_zero():

@@ -40,25 +40,14 @@ def test_a_sum_counts_each_node_once_and_a_maximum_every_rank():
     run_ranks(3, rank)
 
 
-def test_another_message_within_a_node_is_an_error_of_every_rank():
+@pytest.mark.parametrize(("who", "node", "longer"), [(3, 1, 0), (1, 0, 1)])
+def test_another_message_within_a_node_is_an_error_of_every_rank(who, node, longer):
     def rank(transport):
         over = HierarchicalTransport(transport, [0, 0, 2, 2])
-        with pytest.raises(
-            TransportError, match=r"rank 3 came to another message than the first rank of its node \(1\)"
-        ):
-            over.allgather(np.full(9, transport.rank == 3, np.uint8), np.zeros((2, 9), np.uint8))
-
-    run_ranks(4, rank)
-
-
-def test_messages_of_other_sizes_within_a_node_are_an_error_of_every_rank():
-    def rank(transport):
-        over = HierarchicalTransport(transport, [0, 0, 2, 2])
-        size = 9 + (transport.rank == 1)
-        with pytest.raises(
-            TransportError, match=r"rank 1 came to another message than the first rank of its node \(0\)"
-        ):
-            over.allgather(np.zeros(size, np.uint8), np.zeros((2, size), np.uint8))
+        size = 9 + longer * (transport.rank == who)
+        text = rf"rank {who} came to another message than the first rank of its node \({node}\)"
+        with pytest.raises(TransportError, match=text):
+            over.allgather(np.full(size, transport.rank == who, np.uint8), np.zeros((2, size), np.uint8))
 
     run_ranks(4, rank)
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapters_torch.torchrun_tools import (
+    SGD,
     Branches,
     assert_close,
     assert_identical,
+    dense,
     freezing,
     loss_of,
     make_model,
@@ -24,8 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-
-SGD = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 
 
 def sgd(model):
@@ -64,16 +64,16 @@ def training_is_ddps_bit_for_bit():
 
 @case
 def several_buckets_and_types_are_averaged():
-    from dgc.torch import dense
+    from dgc.torch import dense as averaging
 
-    before, dense.DEFAULT_BUCKET_BYTES = dense.DEFAULT_BUCKET_BYTES, 5000
+    before, averaging.DEFAULT_BUCKET_BYTES = averaging.DEFAULT_BUCKET_BYTES, 5000
     try:
         model = make_model()
         model[2].double()
         expected = copy.deepcopy(model)
         optimizer = wrap(model)
     finally:
-        dense.DEFAULT_BUCKET_BYTES = before
+        averaging.DEFAULT_BUCKET_BYTES = before
     hook_of = nn.Sequential(*expected)
     for step in range(4):
         for m in (model, hook_of):
@@ -107,19 +107,10 @@ def frozen_and_unused_layers_are_left_alone_as_by_ddp():
 
 @case
 def passes_are_added_up_before_the_exchange():
-    model, expected = make_model(), make_model()
+    model = make_model()
     optimizer = wrap(model, backward_passes_per_step=2)
     train(optimizer, model, passes=2)
-    plain = sgd(expected)
-    for step in range(6):
-        plain.zero_grad()
-        for i in range(2):
-            loss_of(expected, 2 * step + i).backward()
-        for p in expected.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-        plain.step()
-    assert_close(model, expected)
+    assert_close(model, dense(6, passes=2))
     optimizer.set_backward_passes_per_step(1)
     train(optimizer, model, 2)
     assert_identical(model)

@@ -16,6 +16,7 @@ from adapters_torch.torchrun_tools import (
     assert_close,
     assert_frozen,
     assert_identical,
+    dense,
     digest,
     freezing,
     gathered,
@@ -42,21 +43,6 @@ def wrap(model, optimizer=None, passes=1, group=None, **options):
         group=group,
     )
     return optimizer, compression
-
-
-def dense(steps, passes=1, decay=0.01):
-    """SGD on gradients that are averaged by hand."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), **{**SGD, "weight_decay": decay})
-    for step in range(steps):
-        optimizer.zero_grad()
-        for i in range(passes):
-            loss_of(model, passes * step + i).backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-        optimizer.step()
-    return model
 
 
 @case

@@ -8,7 +8,7 @@ import warnings
 from functools import partial
 
 import torch
-from adapters_torch.workers.tensors import assert_replicas_identical, gathered_objects
+from adapters_torch.workers.tensors import assert_replicas_identical, gathered_objects, loss_of, make_model
 from torch import nn
 from worker_tools import case, launch_rank, launch_size, run_cases
 
@@ -28,17 +28,6 @@ SGD = {
 
 
 rank, size = launch_rank, launch_size
-
-
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
-
-
-def loss_of(model, step, of=None):
-    seed = 1000 * step + (rank() if of is None else of)
-    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(seed))
-    return nn.functional.cross_entropy(model(x), x[:, :5].argmax(1))
 
 
 def wrap(model, optimizer, **options):
@@ -73,7 +62,7 @@ def reference(gap, options, more=0, clip=None, divide=lambda training_before: si
         training = len(members)
         optimizer.zero_grad()
         for r in members:
-            (loss_of(model, step, r) / by).backward()
+            (loss_of(model, step, rank=r) / by).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

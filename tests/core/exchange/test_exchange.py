@@ -234,13 +234,12 @@ def test_without_error_feedback_nothing_stays_whatever_becomes_of_the_step():
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("begin", [0, 10])
-def test_a_refused_step_leaves_no_trace_but_the_finite_gradient(begin):
-    """Overflow on rank 1 alone: both refuse, dense momentum and the step counter stay, residuals keep the gradient."""
+def test_a_refused_dense_step_leaves_no_trace():
+    """Overflow on rank 1 alone: both refuse, momentum and the step counter stay. In sparse steps: test_compressors."""
     specs = parameters()
 
     def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, rampup_begin_step=begin, bucket_bytes=2048)
+        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, rampup_begin_step=10, bucket_bytes=2048)
         history = []
         for step in range(6):
             grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
@@ -253,25 +252,13 @@ def test_a_refused_step_leaves_no_trace_but_the_finite_gradient(begin):
         return history
 
     out = run_ranks(2, rank)
-    for own_rank, history in enumerate(out):
+    for history in out:
         assert [h[0] for h in history] == [False, False, False, True, False, False]
         _, results, before, after = history[3]
         assert after["step"] == before["step"] == 3
         assert np.isnan(results[2]).all()
         for name in SHAPES:
-            if "v" not in before["parameters"][name] or begin:
-                np.testing.assert_array_equal(before["parameters"][name]["u"], after["parameters"][name]["u"])
-        if begin == 0:
-            # What was sent is back: u and v are those of a step that accumulated and sent nothing.
-            for i, name in enumerate(SHAPES):
-                old, new = before["parameters"][name], after["parameters"][name]
-                if "v" not in old:
-                    continue
-                g = gradient(3, own_rank, i, old["u"].size)
-                if own_rank == 1 and i == 2:
-                    g[5] = 0
-                np.testing.assert_allclose(new["u"], np.float32(0.9) * old["u"] + g, atol=1e-6)
-                np.testing.assert_allclose(new["v"], old["v"] + new["u"], atol=1e-6)
+            np.testing.assert_array_equal(before["parameters"][name]["u"], after["parameters"][name]["u"])
     for a, b in zip(out[0], out[1], strict=True):
         for x, y in zip(a[1], b[1], strict=True):
             np.testing.assert_array_equal(x, y)

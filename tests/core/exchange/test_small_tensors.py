@@ -266,17 +266,6 @@ def test_a_residual_of_a_tensor_that_travels_exactly_is_refused():
     on_ranks(2, one_rank)
 
 
-def test_what_is_excluded_by_name_stays_exact():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **CODED, exclude="fc.bias")
-        return steps(exchange, 1)[0], exchange.state.error(NAMES.index("fc.bias")).size
-
-    results, size = on_ranks(2, one_rank)[0]
-    mean = np.mean([gradient(0, r, 3, 33) for r in range(2)], axis=0)
-    np.testing.assert_allclose(results[3], mean, rtol=1e-6)
-    assert size == 0
-
-
 @pytest.mark.parametrize(("old", "new", "op"), [(2, 3, "average"), (3, 2, "average"), (3, 2, "sum"), (2, 4, "sum")])
 def test_resizing_keeps_what_is_still_to_be_applied(old, new, op):
     def one_rank(transport):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import threading
-import warnings
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -286,18 +285,6 @@ def test_the_table_is_documented():
 # -- what callers see in those stages ---------------------------------------------------------------------------------
 
 
-def test_a_step_that_counts_advances_the_schedule_and_a_refused_one_does_not():
-    def step(exchange):
-        before = exchange.state.step
-        for stage, count in ((Stage.REFUSED, 0), (Stage.APPLIED, 1), (Stage.DROPPED, 2), (Stage.EXCHANGED, 3)):
-            bring_to(exchange, stage)
-            assert exchange.state.step == before + count
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        alone(step)
-
-
 def test_a_step_is_not_through_before_its_last_gradient():
     def step(exchange):
         submit(exchange, range(1, len(SHAPES)))
@@ -398,17 +385,6 @@ def test_no_state_is_saved_in_a_step_or_after_a_failure():
         assert exchange.latest.failure_pending
         with pytest.raises(LayoutError, match=r"after a step that failed \(mine\)"):
             exchange.state_dict()
-
-    alone(step)
-
-
-def test_a_gradient_after_a_failure_is_refused():
-    def step(exchange):
-        bring_to(exchange, Stage.FAILED)
-        for _ in range(2):
-            with pytest.raises(RemoteError, match=r"the network is gone.*call reset\(\) or load_state_dict\(\)"):
-                submit(exchange, [0])
-            assert stage_of(exchange) is Stage.FAILED
 
     alone(step)
 

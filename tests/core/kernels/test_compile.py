@@ -34,25 +34,6 @@ def test_processes_that_meet_an_empty_cache_at_once_fill_it(tmp_path):
     assert later.stdout.split() == ["1", "0"], "hits and misses of a later process"
 
 
-@pytest.mark.timeout(1500)
-def test_kernels_come_from_the_cache_in_the_next_process(tmp_path):
-    script = """
-        import time, sys
-        from numba.core import event
-        from dgc.core.kernels import cpu
-        from dgc.core.kernels.cpu import NumbaKernels
-        import numpy as np
-        u, v, sent = np.zeros((3, 3), np.float32)
-        NumbaKernels(1).take_out(u, v, np.arange(3), sent, masking=True)
-        hits = sum(cpu.mask_places.stats.cache_hits.values())
-        print("hits", hits)
-    """
-    first = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
-    second = run_script(script, NUMBA_CACHE_DIR=str(tmp_path))
-    assert "hits 0" in first.stdout, first.stderr
-    assert "hits 1" in second.stdout, second.stderr
-
-
 @pytest.mark.parametrize("tried", ["kernels", "codec"])
 def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, tried):
     blocked = tmp_path / "file"

@@ -255,19 +255,6 @@ def test_halves_of_all_kinds():
         bucket.assert_same_state()
 
 
-def test_memory():
-    kernels = fake_kernels()
-    memory, array = kernels.memory, kernels.memory.zeros(10, np.float32)
-    memory.copy_in(array, np.arange(10))
-    other = memory.zeros(10, np.float32)
-    memory.copy(other, array)
-    memory.fill(array, np.nan)
-    np.testing.assert_array_equal(memory.to_host(other), np.arange(10))
-    assert np.isnan(memory.to_host(array)).all()
-    with pytest.raises(ValueError, match="10 elements"):
-        memory.copy_in(array, np.zeros(9))
-
-
 def test_warming_up_launches_every_kernel():
     counts.clear()
     fake_kernels().warm_up()

@@ -60,9 +60,3 @@ def test_values_that_are_none(value):
         expected = np.float32(0) + np.float32(value) * np.float32(1)
         assert np.array_equal(sums, [expected], equal_nan=True)
         assert not np.signbit(sums[0]) or np.isnan(value)
-
-
-def test_no_entries_at_all():
-    nothing = np.empty(0, np.int64), np.empty(0, np.float32)
-    for positions, sums in (add_up([nothing] * 3, 1.0), add_up([nothing], 1.0)):
-        assert positions.size == sums.size == 0
