@@ -99,14 +99,6 @@ def test_settings_that_name_nothing(settings, error, match):
         Made(FakeHorovod()).from_dict(settings)
 
 
-def test_a_source_of_momentum():
-    config = CompressorBase({}).config
-    with pytest.raises(ConfigError, match=r"Compression.dgc\(names\) also needs optimizer="):
-        shared.require_momentum_source(None, config, "names")
-    shared.require_momentum_source(object(), config, "names")
-    shared.require_momentum_source(None, CompressorBase({"momentum": 0.0}).config, "names")
-
-
 def test_compressors_of_another_framework():
     shared.check_compression(None, Ours, "dgc.frame")
 

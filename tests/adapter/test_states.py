@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from test_compressor import Compressor
 
-from dgc.adapter.engine import EMPTY, INACTIVE, require_states
-from dgc.errors import LayoutError, TransportError
+from dgc.adapter.engine import require_states
+from dgc.errors import LayoutError
 from dgc.transport.local import run_ranks
 
 
@@ -98,17 +98,3 @@ def test_states_that_were_not_saved_together_are_not_added_up(change, text):
         compressor.close()
 
     run_ranks(1, one_rank)
-
-
-def test_states_in_which_nothing_is_kept_reset_whatever_their_number():
-    def one_rank(transport):
-        compressor = trained(transport)
-        for states in ([EMPTY], [EMPTY, {}, EMPTY], [INACTIVE]):
-            compressor.engine.step(1)
-            compressor.load_state_dict(states, resize=True)
-            assert compressor.residual_norm == 0
-        compressor.close()
-        with pytest.raises(TransportError, match=r"load_state_dict\(\) was called after close\(\)"):
-            compressor.load_state_dict({})
-
-    run_ranks(2, one_rank)

@@ -11,7 +11,7 @@ from rank_jobs import each_case, once
 torch = pytest.importorskip("torch")
 
 import dgc.torch as dgc  # noqa: E402
-from dgc.torch.horovod import HOROVOD, Placeholders, hold  # noqa: E402
+from dgc.torch.horovod import HOROVOD, hold  # noqa: E402
 
 KINDS = {
     "mpirun": {"n": 3},
@@ -206,18 +206,6 @@ def test_a_rank_that_hands_over_tensors_while_another_one_ends_is_told_of_it():
     result = run_mpi(2, HANDING_OVER, check=False)
     assert not result.timed_out, result.explain()
     assert result.values[0] is not None, result.explain()
-
-
-def test_placeholders_are_used_again_and_are_1():
-    placeholders = Placeholders()
-    first = placeholders.take()
-    other = placeholders.take()
-    assert first is not other
-    for value in (5.0, 1.0):
-        first.fill_(value)
-        placeholders.give_back(first, value)
-        assert placeholders.take() is first
-        assert first.item() == 1
 
 
 def test_a_held_tensor_has_one_reference_more():

@@ -86,11 +86,6 @@ def test_foreign_bytes_are_refused(offset, value, complaint):
         unpack_header(message)
 
 
-def test_expected_header_passes():
-    check_header(HEADER, HEADER, 7)
-    check_header(HEADER._replace(count=0, payload_bytes=0), HEADER, 7)
-
-
 @pytest.mark.parametrize("flags", [Flags.NONFINITE, Flags.ERROR, Flags.NONFINITE | Flags.ERROR])
 def test_flags_are_the_callers_business(flags):
     header = HEADER._replace(flags=int(flags), count=0, error_code=4, error_parameter=17)

@@ -106,15 +106,6 @@ def test_elias_fano_at_every_place_in_a_word(width):
         np.testing.assert_array_equal(codec.decode(encoded(codec, positions, n), n, k)[0], positions)
 
 
-@given(n=st.integers(1, 1 << 40), data=st.data())
-def test_elias_fano_takes_the_best_width(n, data):
-    k = data.draw(st.integers(1, min(n, 1 << 20)))
-    width, low_words, high_words = elias_fano_shape(n, k)
-    lengths = [-(-k * w // 64) - (-(k + (n - 1) // 2**w) // 64) for w in range(48)]
-    assert width == lengths.index(min(lengths))
-    assert low_words + high_words == min(lengths)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 300_000), st.integers(0, 2**32), st.floats(0, 0.3))
 def test_uint16_writes_the_tiles_that_numpy_finds(n, seed, density):
@@ -125,12 +116,6 @@ def test_uint16_writes_the_tiles_that_numpy_finds(n, seed, density):
     offsets = np.pad((positions & 0xFFFF).astype(np.uint16), (0, -positions.size % 4)).view(np.uint8)
     block = encoded(INDEX_CODECS["uint16"], positions, n)
     np.testing.assert_array_equal(block, np.concatenate([table, offsets]))
-
-
-@given(n=st.integers(0, 1 << 34), data=st.data())
-def test_elias_fano_is_never_longer_than_uint16(n, data):
-    k = data.draw(st.integers(0, n))
-    assert INDEX_CODECS["elias_fano"].max_bytes(n, k) <= INDEX_CODECS["uint16"].max_bytes(n, k)
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,3 @@ def test_an_infinite_scale_makes_its_own_tensor_not_finite():
     sums = np.zeros(bucket.small_size, np.float32)
     codec.add(block, sums)
     assert np.isfinite(sums).tolist() == [False] * 4 + [True] * (sums.size - 4)
-
-
-def test_sizes_are_those_of_the_elements_without_padding():
-    lengths = [1, 10, 17, 0]
-    sizes = {"int8": 16 + 32, "float16": 8 + 56, "int3": 16 + 16, "int2": 24 + 8}
-    for name, size in sizes.items():
-        assert coder(lengths, name)[0].max_bytes == size, name

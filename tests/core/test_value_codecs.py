@@ -296,10 +296,6 @@ OWN = Own()
 register_codec("indices", OWN)
 
 
-def test_a_registered_codec_is_taken_by_its_name():
-    assert INDEX_CODECS["own"] is OWN
-
-
 @pytest.mark.parametrize(
     ("option", "changes", "said"),
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -432,13 +430,6 @@ def test_overlapping_buckets_equal_buckets_in_turn(threads):
     for a, b in zip(wanted.sent, got.sent, strict=True):
         np.testing.assert_array_equal(a[0], b[0])
         np.testing.assert_array_equal(a[1], b[1])
-
-
-def test_a_pass_may_be_finished_by_another_thread():
-    buckets = Buckets(NumbaKernels(2))
-    finish = buckets.kernels.begin_selection(buckets.work(0, 0), *buckets.states[0], buckets.thresholds[0])
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(finish).result().positions.size
 
 
 def test_results_that_cannot_be_written_are_refused():

@@ -255,12 +255,6 @@ def test_halves_of_all_kinds():
         bucket.assert_same_state()
 
 
-def test_warming_up_launches_every_kernel():
-    counts.clear()
-    fake_kernels().warm_up()
-    assert {name for name in counts if name.startswith("dgc_")} == {f"dgc_{name}" for name in device_module.TEXTS}
-
-
 def test_the_fake_bites():
     """Each accident that it stands for."""
     kernels, a = fake_kernels(), device(np.ones(3, np.float32))

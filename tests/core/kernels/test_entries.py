@@ -39,13 +39,6 @@ def test_equals_the_sum_at_each_place(entries, factor):
     assert sums.tobytes() == expected.tobytes()
 
 
-def test_every_place_of_a_block_is_found():
-    everywhere = np.arange(2 * BLOCK)
-    positions, sums = add_up([(everywhere, everywhere.astype(np.float32))] * 2, 1.0)
-    np.testing.assert_array_equal(positions, everywhere)
-    np.testing.assert_array_equal(sums, 2 * everywhere)
-
-
 def test_order_is_that_of_the_ranks():
     place, one = np.array([7]), np.float32([1])
     entries = [(place, one), (place, np.float32([2**24])), (place, -np.float32([2**24]))]

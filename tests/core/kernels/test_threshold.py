@@ -228,14 +228,6 @@ def test_every_value_of_every_size(kernels, n):
         assert len(trainee.step(g, k)) == min(k, np.count_nonzero(g))
 
 
-def test_the_margin_grows_with_what_the_magnitude_does():
-    calm, wild = rules.new_thresholds(1)[0], rules.new_thresholds(1)[0]
-    for t in range(30):
-        rules.learn(calm, 100, 0.9, 200, 1.0)
-        rules.learn(wild, 100, 0.9, 200, 1.2 if t % 2 else 1.0)
-    assert rules.threshold(wild, 100, N) < rules.threshold(calm, 100, N) < 1.0
-
-
 def test_thresholds_that_are_not_known_collect_nothing():
     row = rules.new_thresholds(1)[0]
     assert rules.threshold(row, 100, N) == math.inf
