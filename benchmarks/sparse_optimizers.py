@@ -1,9 +1,9 @@
 """Which optimizers work on gradients of which 0.1 % is there? ``python benchmarks/sparse_optimizers.py``.
 
 One process, no compressor of this package: a network of two layers learns another one's outputs. Of each gradient plus
-what was not sent before, the largest 0.1 % goes to the optimizer. For every optimizer of torch.optim, Keras 3,
-tf_keras and tf_keras.optimizers.legacy: the share of the loss that is left after STEPS steps at a tenth of its usual
-learning rate, at that, and at ten times it, with dense and with sparse gradients.
+what was not sent before, the largest 0.1 % goes to the optimizer. For every optimizer of torch.optim, Keras 3 and
+tf_keras: the share of the loss that is left after STEPS steps at a tenth of its usual learning rate, at that, and at
+ten times it, with dense and with sparse gradients.
 """
 
 from __future__ import annotations
@@ -162,8 +162,7 @@ def optimizers(library: str) -> Iterator[tuple[str, float, Train]]:
         return of_keras(keras.optimizers, keras.optimizers.Optimizer, variable=keras.Variable)
     import tf_keras
 
-    module = tf_keras.optimizers.legacy if library.endswith("legacy") else tf_keras.optimizers
-    return of_keras(module, module.Optimizer)
+    return of_keras(tf_keras.optimizers, tf_keras.optimizers.Optimizer)
 
 
 def _share(loss: float) -> float | None:
@@ -174,7 +173,7 @@ def _share(loss: float) -> float | None:
 def main() -> None:
     """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    libraries = ["torch.optim", "Keras 3", "tf_keras", "tf_keras legacy"]
+    libraries = ["torch.optim", "Keras 3", "tf_keras"]
     parser.add_argument("--libraries", nargs="+", default=libraries, choices=libraries)
     parser.add_argument("--only", nargs="+", help="names of optimizers")
     parser.add_argument("--json", type=Path, help="where to write the results")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.engine import EngineBase, Observer
+from dgc.adapter.engine import Observer
 from dgc.core.compressors import make_config
 from dgc.core.config import DGCConfig, plain, require_flag
 from dgc.core.exchange.records import Stats
@@ -179,14 +179,15 @@ class PaddleOptions:
             advice = PADDLE_NAMES.get(unknown[0], f"besides Paddle's it takes {known}")
             raise TypeError(f"DGCMomentum got an unknown option {unknown[0]!r}; {advice}")
         large = [p for p in parameters if p.numel >= max(1, self.min_numel)]
+        compressed = [p.name for p in large if p.dtype in self.dtypes]
         return dict(
             rampup_begin_step=self.rampup_begin_step,
             rampup_step=self.rampup_step,
             sparsity=self.sparsity,
             local_grad_clip_norm=self.local_grad_clip_norm,
             min_numel=self.min_numel,
-            include=tuple(_literally(p.name) for p in large if self.eligible(p) and len(p.shape) <= 1),
-            exclude=(*self.exclude, *(_literally(p.name) for p in large if not self.eligible(p))),
+            include=tuple(_literally(p.name) for p in large if p.name in compressed and len(p.shape) <= 1),
+            exclude=(*self.exclude, *(_literally(p.name) for p in large if p.name not in compressed)),
             # Paddle sends whole float32 values.
             **{"values": "float32", "small": "float32", **self.codecs},
         )
@@ -195,10 +196,6 @@ class PaddleOptions:
         """The core's options that make it do what Paddle does to these parameters."""
         own = dict(momentum=self.momentum, nesterov=self.use_nesterov, weight_decay=0.0)
         return make_config({**own, **self.core_options(parameters)}, owner="DGCMomentum")
-
-    def eligible(self, parameter: Parameter) -> bool:
-        """Whether Paddle compresses a dense parameter like this one."""
-        return parameter.numel >= max(1, self.min_numel) and parameter.dtype in self.dtypes
 
     def check_rate_is_number(self) -> None:
         """For PyTorch, whose schedulers change a number."""
@@ -216,6 +213,13 @@ class PaddleOptions:
             f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out where no "
             "clipping needs it",
         )
+
+
+def one_rate(learning_rate: Any, lr: Any) -> Any:
+    """The learning rate, which has two names."""
+    if learning_rate is not None and lr is not None:
+        raise ConfigError("learning_rate and lr mean the same; give one of them")
+    return learning_rate if lr is None else lr
 
 
 def require_parameters(params: object) -> None:
@@ -250,32 +254,30 @@ def _literally(name: str) -> str:
 
 
 class ExchangeMethods:
-    """Mixed into an optimizer: methods that are its exchange's."""
+    """Mixed into an optimizer: methods that are its compressor's."""
 
-    @property
-    def _exchanges(self) -> EngineBase | CompressorBase[Any]:
-        raise NotImplementedError
+    compression: CompressorBase[Any]
 
     @property
     def stats(self) -> Stats:
         """Bytes, densities and seconds of the exchange."""
-        return self._exchanges.stats
+        return self.compression.stats
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
-        return self._exchanges.describe()
+        return self.compression.describe()
 
     def on_step(self, observer: Observer) -> Observer:
         """Call a function with the figures of each step: :meth:`dgc.adapter.compressor.CompressorBase.on_step`."""
-        return self._exchanges.on_step(observer)
+        return self.compression.on_step(observer)
 
     def reset(self) -> None:
         """Forget momentum, residuals, the step and the statistics; call it on all ranks."""
-        self._exchanges.reset()
+        self.compression.reset()
 
     def close(self) -> None:
         """End the communication thread."""
-        self._exchanges.close()
+        self.compression.close()
 
 
 # -- saved states ------------------------------------------------------------------------------------------------------

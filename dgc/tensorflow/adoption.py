@@ -26,7 +26,7 @@ from dgc.tensorflow.tensors import Variable, raw_variable
 
 Optimizer: TypeAlias = "tf.keras.optimizers.Optimizer"
 
-KERAS3, LEGACY, LEGACY_V2 = "keras", "tf_keras", "tf_keras.legacy"
+KERAS3, LEGACY = "keras", "tf_keras"
 
 KIN = ("Adam", "AdamW", "Nadam", "Adamax")
 """Classes of Keras 3 whose first moment is a running mean of gradients."""
@@ -44,9 +44,6 @@ _UPDATES = (
     "_backend_update_step",
     "_internal_apply_gradients",
     "_clip_gradients",
-    "_transform_gradients",
-    "_transform_unaggregated_gradients",
-    "_resource_apply_dense",
 )
 """Methods that gradients pass through on their way into the variables, of either Keras."""
 _KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
@@ -57,13 +54,19 @@ _BEFORE_MOMENTUM = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_accumu
 
 
 def family(optimizer: object) -> str | None:
-    """Which library an optimizer belongs to, without importing any of them; None if it is no optimizer."""
+    """Which library an optimizer belongs to, without importing any of them; None if it is no optimizer.
+
+    Raises:
+        ConfigError: it is one of ``tf_keras.optimizers.legacy``.
+    """
     for cls in type(optimizer).__mro__:
         module, name = cls.__module__, cls.__name__
         if module.startswith("keras.src.optimizers") and name in ("Optimizer", "BaseOptimizer"):
             return KERAS3
         if module.startswith("tf_keras.src.optimizers") and name == "OptimizerV2":
-            return LEGACY_V2
+            chain = type(without_loss_scale(optimizer)).__mro__
+            theirs = next(c.__name__ for c in chain if c.__module__.startswith("tf_keras.src.optimizers"))
+            raise ConfigError(f"tf_keras.optimizers.legacy.{theirs} is not supported; use tf_keras.optimizers.{theirs}")
         if module.startswith("tf_keras.src.optimizers") and name in ("Optimizer", "_BaseOptimizer"):
             return LEGACY
         if module.startswith("tf_keras.src.mixed_precision") and name == "BaseLossScaleOptimizer":
@@ -73,10 +76,7 @@ def family(optimizer: object) -> str | None:
 
 def learning_rate(optimizer: Optimizer) -> Any:
     """The learning rate that ``optimizer`` will apply in the step under way: a number or a tensor."""
-    kind = family(optimizer)
-    if kind == LEGACY_V2:
-        return optimizer._decayed_lr(tf.float32)
-    if kind == LEGACY:
+    if family(optimizer) == LEGACY:
         # Its `learning_rate` is the one of the step before when it follows a schedule.
         rate = optimizer._learning_rate
         return rate(optimizer.iterations) if callable(rate) and not isinstance(rate, tf.Variable) else rate
@@ -90,8 +90,7 @@ def without_loss_scale(optimizer: Optimizer) -> Any:
 
 def optimizer_variables(optimizer: Optimizer | None) -> list[Any]:
     """All variables of an optimizer, the learning rate among them, which legacy Keras does not list."""
-    listed = getattr(optimizer, "variables", [])
-    listed = list(listed() if callable(listed) and not isinstance(listed, list) else listed)
+    listed = list(getattr(optimizer, "variables", []))
     rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
     return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
 
@@ -129,10 +128,8 @@ def is_keras(optimizer: Optimizer, name: str) -> bool:
 def own_update(optimizer: Optimizer) -> str | None:
     """Name the user's code that may change gradients before they update variables; None: there is none.
 
-    A method of a subclass or of this one optimizer, or ``gradient_transformers``.
+    A method of a subclass or of this one optimizer.
     """
-    if getattr(optimizer, "gradient_transformers", None):
-        return "gradient_transformers"
     for owner in (optimizer, *type(optimizer).__mro__):
         for name in _UPDATES:
             method = getattr(owner, "__dict__", {}).get(name)
@@ -143,29 +140,14 @@ def own_update(optimizer: Optimizer) -> str | None:
     return None
 
 
-def first_moment(optimizer: Optimizer) -> Any:
-    """Adam's beta1, and that of its relatives; None where there is none, or none that is known without a graph."""
-    # Legacy Keras would make variables of its hyperparameters when one of them is read.
-    return optimizer._hyper.get("beta_1") if family(optimizer) == LEGACY_V2 else getattr(optimizer, "beta_1", None)
-
-
 def get_momentum(optimizer: Optimizer) -> tuple[float, bool]:
-    """Momentum and Nesterov that an SGD holds.
-
-    Legacy Keras' older optimizers keep their momentum when it is cleared; the others have 0 then, as :class:`Taken`.
-    """
+    """Momentum and Nesterov that an SGD holds: 0, as :class:`Taken`, where it was cleared."""
     with tf.init_scope():
-        momentum = float(optimizer.momentum)
-    if family(optimizer) == LEGACY_V2:
-        # Its number becomes a float32 variable sooner or later.
-        momentum = float(np.float32(momentum))
-    return momentum, bool(optimizer.nesterov)
+        return float(optimizer.momentum), bool(optimizer.nesterov)
 
 
 def is_cleared(optimizer: Optimizer) -> bool:
     """Whether :func:`clear_momentum` was called for this SGD, and no momentum was assigned since."""
-    if family(optimizer) == LEGACY_V2:
-        return bool(get_momentum(optimizer)[0]) and not optimizer._momentum
     return isinstance(optimizer.momentum, Taken)
 
 
@@ -175,15 +157,10 @@ def clear_momentum(optimizer: Optimizer) -> None:
     It no longer writes into its momentum slots either: at a momentum of 0 some go on keeping their last update there,
     which would be loaded with the model as a dense run's momentum.
     """
-    kind = family(optimizer)
-    if kind == LEGACY_V2:
-        # A flag decides whether it applies momentum; checkpoints hold the number.
-        optimizer._momentum = False
-    else:
-        optimizer.momentum = Taken()
-        if kind == LEGACY:
-            # An instance's method: a class of its own would be saved with the model, and loaded without us.
-            optimizer.update_step = functools.partial(_update_without_slots, optimizer)
+    optimizer.momentum = Taken()
+    if family(optimizer) == LEGACY:
+        # An instance's method: a class of its own would be saved with the model, and loaded without us.
+        optimizer.update_step = functools.partial(_update_without_slots, optimizer)
 
 
 def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Variable) -> None:
@@ -199,13 +176,9 @@ def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Vari
 
 def restore_momentum(optimizer: Optimizer, momentum: float) -> None:
     """Give an SGD the momentum back that :func:`clear_momentum` took, with slots for it if it was built meanwhile."""
-    kind = family(optimizer)
     vars(optimizer).pop("update_step", None)
-    if kind == LEGACY_V2:
-        optimizer._momentum = bool(momentum)
-        return
     optimizer.momentum = momentum
-    if kind == KERAS3 and momentum and optimizer.built:
+    if family(optimizer) == KERAS3 and momentum and optimizer.built:
         make_slots(optimizer)
 
 
@@ -218,25 +191,19 @@ def make_slots(optimizer: Optimizer) -> None:
 
 def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
     """Make the slots for which ``tf.train.Checkpoint`` holds values that it has not found a place for yet."""
-    kind = family(optimizer)
-    if kind not in (KERAS3, LEGACY):
-        return
     awaited = getattr(optimizer._variables, "_deferred_dependencies", {})
     if not any(name.isdigit() and found for name, found in awaited.items()):
         return
     with tf.init_scope():
         optimizer.build(list(variables))  # does nothing the second time
-    if kind == KERAS3:
+    if family(optimizer) == KERAS3:
         make_slots(optimizer)
 
 
 def momentum_slot(optimizer: Optimizer, variable: Variable) -> Any:
     """The variable in which an SGD keeps the velocity of ``variable``; None if there is none yet."""
-    kind, raw = family(optimizer), raw_variable(variable)
-    if kind == LEGACY_V2:
-        return optimizer.get_slot(raw, "momentum") if "momentum" in optimizer.get_slot_names() else None
-    slots = getattr(optimizer, "momentums", None) or []
-    if kind == KERAS3:
+    raw, slots = raw_variable(variable), getattr(optimizer, "momentums", None) or []
+    if family(optimizer) == KERAS3:
         return _slot_of(optimizer, slots, raw)
     place = getattr(optimizer, "_index_dict", {}).get(optimizer._var_key(raw)) if slots else None
     return None if place is None else slots[place]
@@ -377,7 +344,7 @@ class Adoption:
         self.hyper = Hyper([], [], [], [])
         self.taken = False
         self.take()
-        warn_of_first_moment(type(optimizer).__name__, first_moment(optimizer), config.momentum)
+        warn_of_first_moment(type(optimizer).__name__, getattr(optimizer, "beta_1", None), config.momentum)
 
     def learning_rate(self, optimizer: Optimizer | None = None) -> tf.Tensor | float | None:
         """The learning rate of the step under way; None where it is not known. Horovod may step with a copy."""

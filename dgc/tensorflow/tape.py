@@ -8,12 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.compression import check_predivide, horovods, refuse_adasum, refuse_grouping
+from dgc.adapter.compression import check_compression, check_predivide, horovods, refuse_adasum, refuse_grouping
 from dgc.adapter.signatures import Compressing
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
-from dgc.tensorflow.optimizer import check_compression
 from dgc.tensorflow.reduce import ReduceOptions, Reducer
 from dgc.tensorflow.tensors import Variable, raw_variable
 
@@ -42,7 +41,8 @@ def DistributedGradientTape(
             optimizer to take momentum from nor a momentum of its own.
     """
     hvd = import_horovod()
-    check_compression(compression, device_dense=device_dense, device_sparse=device_sparse)
+    texts = {"device_dense": device_dense, "device_sparse": device_sparse}
+    check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
         refuse_adasum(op, HOROVOD)

@@ -7,6 +7,7 @@ it, as out of any SGD. What is here are Paddle's arguments, its regularizers, ``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from dgc.adapter.paddle import (
     as_state_error,
     check_regularizer,
     coefficients,
+    one_rate,
     require_keys,
     require_parameters,
     warn_of_one_process,
@@ -116,6 +118,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             TypeError: ``params`` or ``rampup_begin_step`` is missing, or an unknown option.
             LayoutError: ranks disagree about the parameters.
         """
+        arguments = dict(locals())
         if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
             raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
         require_parameters(params)
@@ -124,25 +127,8 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         link = job.make_transport(transport)
 
         def build() -> dict[str, Any]:
-            if learning_rate is not None and lr is not None:
-                raise ConfigError("learning_rate and lr mean the same; give one of them")
-            rate = learning_rate if lr is None else lr
-            self.options = PaddleOptions(
-                rate,
-                momentum,  # type: ignore[arg-type]
-                rampup_begin_step,  # type: ignore[arg-type]
-                rampup_step,
-                sparsity,
-                use_nesterov,
-                local_grad_clip_norm,
-                num_trainers,
-                regularization,
-                name,
-                min_numel,
-                dtypes,
-                exclude,
-                codecs,
-            )
+            arguments["learning_rate"] = one_rate(learning_rate, lr)
+            self.options = PaddleOptions(**{f.name: arguments[f.name] for f in fields(PaddleOptions)})
             self.options.check_rate_is_number()
             self.options.check_ranks(link.size)
             nesterov, factor = self.options.use_nesterov, float(self.options.momentum)
@@ -268,10 +254,6 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
 
     def __repr__(self) -> str:
         return super().__repr__() if self.options.name is None else f"{self.options.name}: {super().__repr__()}"
-
-    @property
-    def _exchanges(self) -> DGCCompressor:
-        return self.compression
 
     def _part_regularized(self) -> None:
         """Name all parameters, and move those that have a regularizer of their own to groups at the end."""

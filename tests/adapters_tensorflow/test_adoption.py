@@ -14,11 +14,10 @@ TWICE = {
     "keras Lion": keras.optimizers.Lion,
     "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
     "tf_keras Adam": tf_keras.optimizers.Adam,
-    "legacy Adam": tf_keras.optimizers.legacy.Adam,
 }
 ONCE = {
     "keras Adam without": lambda: keras.optimizers.Adam(beta_1=0.0),
-    "legacy Adam without": lambda: tf_keras.optimizers.legacy.Adam(beta_1=0.0),
+    "tf_keras Adam without": lambda: tf_keras.optimizers.Adam(beta_1=0.0),
     "keras SGD": lambda: keras.optimizers.SGD(0.1),
     "keras RMSprop": keras.optimizers.RMSprop,
     "none": lambda: None,

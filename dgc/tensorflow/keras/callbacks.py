@@ -15,7 +15,7 @@ from dgc.tensorflow.adoption import Optimizer, optimizer_variables
 from dgc.tensorflow.horovod import ProcessSet, import_horovod, is_alone
 from dgc.tensorflow.join import end_together
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
-from dgc.tensorflow.optimizer import distributed_in
+from dgc.tensorflow.reduce import distributed_in
 from dgc.tensorflow.tensors import Variable, raw_variable
 
 __all__ = [

@@ -15,8 +15,7 @@ from keras.src.utils import tracking
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Optimizer, is_sgd, make_slots
-from dgc.tensorflow.optimizer import HasSettings, Settings
-from dgc.tensorflow.reduce import Gradient, scaled
+from dgc.tensorflow.reduce import Gradient, HasSettings, Settings, scaled
 from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, Variable
 
 

@@ -14,9 +14,8 @@ import tensorflow as tf
 import tf_keras
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import LEGACY_V2, Optimizer, family, without_loss_scale
-from dgc.tensorflow.optimizer import HasSettings, Settings
-from dgc.tensorflow.reduce import Gradient
+from dgc.tensorflow.adoption import Optimizer, without_loss_scale
+from dgc.tensorflow.reduce import Gradient, HasSettings, Settings
 from dgc.tensorflow.tensors import ACCUMULATED, Variable
 
 
@@ -42,10 +41,8 @@ class Distributed(HasSettings, _Base):
     def aggregate_gradients(
         self, grads_and_vars: Iterable[tuple[Gradient, Variable]]
     ) -> list[tuple[Gradient, Variable]]:
-        """Exchange this rank's gradients (``tf_keras.optimizers``)."""
+        """Exchange this rank's gradients."""
         return self._exchange(grads_and_vars)[0]
-
-    _aggregate_gradients = aggregate_gradients  # of tf_keras.optimizers.legacy
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Variable]], *args: Any, **options: Any) -> Any:
@@ -54,13 +51,10 @@ class Distributed(HasSettings, _Base):
         if already or self._dgc_settings.options.passes == 1:
             return super().apply_gradients(grads_and_vars, *args, **options)  # which calls aggregate_gradients()
         grads_and_vars = list(grads_and_vars)
-        skip = "experimental_aggregate_gradients" if family(self) == LEGACY_V2 else "skip_gradients_aggregation"
-        options[skip] = skip == "skip_gradients_aggregation"
-        apply = functools.partial(super().apply_gradients, **options)
+        apply = functools.partial(super().apply_gradients, **{**options, "skip_gradients_aggregation": True})
         reduced, verdict = self._exchange(grads_and_vars)
         with tf.init_scope():
-            make = self._create_all_weights if family(self) == LEGACY_V2 else self.build
-            make([v for _, v in grads_and_vars])
+            self.build([v for _, v in grads_and_vars])
 
         def update() -> tf.Tensor:
             apply(reduced, *args)
@@ -82,10 +76,9 @@ class Distributed(HasSettings, _Base):
     def get_config(self) -> dict[str, Any]:
         """The user's optimizer's, with the adopted momentum where the user had it, and our settings beside it."""
         config = super().get_config()
-        legacy = bool(config.get("is_legacy_optimizer", family(self) == LEGACY_V2))
         adoption = self._dgc_settings.adoption
         inner = config if adoption is None else adoption.config(config)
-        return {"inner": inner, "settings": self._dgc_settings.to_config(), "is_legacy_optimizer": legacy}
+        return {"inner": inner, "settings": self._dgc_settings.to_config(), "is_legacy_optimizer": False}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, object] | None = None) -> Any:
@@ -100,12 +93,9 @@ class Distributed(HasSettings, _Base):
 def _distributed_class(base: type) -> type:
     """A class derived from an optimizer's, known to Keras' loading by its name."""
     derived = type(f"Distributed{base.__name__}", (Distributed, base), {"__module__": __name__})
-    package = "dgc.legacy" if issubclass(base, tf_keras.optimizers.legacy.Optimizer) else "dgc"
-    return tf_keras.saving.register_keras_serializable(package=package)(derived)
+    return tf_keras.saving.register_keras_serializable(package="dgc")(derived)
 
 
 # A model can be loaded before any optimizer was wrapped, so Keras must know the names from the beginning.
-for _module in (tf_keras.optimizers, tf_keras.optimizers.legacy):
-    for _name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"):
-        if hasattr(_module, _name):
-            _distributed_class(getattr(_module, _name))
+for _name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"):
+    _distributed_class(getattr(tf_keras.optimizers, _name))

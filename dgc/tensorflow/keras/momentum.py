@@ -26,6 +26,7 @@ from dgc.adapter.paddle import (
     check_regularizer,
     coefficients,
     config_for,
+    one_rate,
     require_keys,
 )
 from dgc.core.config import plain, require_number
@@ -35,8 +36,7 @@ from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import import_horovod, is_alone
-from dgc.tensorflow.optimizer import Settings
-from dgc.tensorflow.reduce import Gradient, ReduceOptions, scaled
+from dgc.tensorflow.reduce import Gradient, ReduceOptions, Settings, scaled
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 from dgc.transport.agreement import agree_or_raise
 
@@ -121,12 +121,8 @@ def DGCMomentum(
 
     Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
     """
-    arguments = {**locals(), **codecs}
+    arguments = {**locals(), **codecs, "learning_rate": one_rate(learning_rate, lr)}
     del arguments["codecs"], arguments["lr"]
-    if lr is not None:
-        if learning_rate is not None:
-            raise ConfigError("learning_rate and lr mean the same; give one of them")
-        arguments["learning_rate"] = lr
     mixed = not _IS_LEGACY and tf.keras.config.dtype_policy().name == "mixed_float16"
     return (_MomentumLossScale if mixed else _Momentum)(**arguments)
 
@@ -227,10 +223,6 @@ class PaddleOptimizer(ExchangeMethods):
 
     set_dict = load_state_dict
     """Paddle's name."""
-
-    @property
-    def _exchanges(self) -> Any:
-        return self.compression
 
     def get_config(self) -> dict[str, Any]:
         """All that :meth:`from_config` needs."""

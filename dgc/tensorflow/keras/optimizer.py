@@ -11,9 +11,9 @@ import tensorflow as tf
 from dgc.adapter.signatures import Compressing
 from dgc.core.config import brief
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import KERAS3, LEGACY, LEGACY_V2, Optimizer, family
+from dgc.tensorflow.adoption import KERAS3, Optimizer, family
 from dgc.tensorflow.horovod import ProcessSet, ReduceOp
-from dgc.tensorflow.optimizer import distributed_in, make_settings
+from dgc.tensorflow.reduce import distributed_in, make_settings
 
 
 def DistributedOptimizer(
@@ -46,7 +46,7 @@ def DistributedOptimizer(
     """
     settings = make_settings(locals())
     kind = family(optimizer)
-    if kind not in (KERAS3, LEGACY, LEGACY_V2):
+    if kind is None:
         raise ConfigError(f"{brief(optimizer)} is no Keras optimizer")
     ours = distributed_in(optimizer)
     if ours is not None and not ours._dgc_settings.lost:
@@ -67,9 +67,9 @@ def load_model(
 ) -> Any:
     """Load a saved model, and make its optimizer distributed if it is none yet.
 
-    Arguments are those of ``horovod.tensorflow.keras.load_model``; ``legacy_opts`` has no effect, as optimizers of both
-    kinds are known. ``compression`` is for the optimizer of a dense run, whose momentum becomes the compressor's; a
-    model that was saved with one of our wrappers has its own.
+    Arguments are those of ``horovod.tensorflow.keras.load_model``; ``legacy_opts`` has no effect. ``compression``
+    is for the optimizer of a dense run, whose momentum becomes the compressor's; a model that was saved with one of our
+    wrappers has its own.
 
     Raises:
         ConfigError: a compressor for a model that has one already, and all that it was given.

@@ -3,6 +3,7 @@
 import functools
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvdk
 import models as m
 import numpy as np
 import tensorflow as tf
@@ -326,6 +327,21 @@ def horovods_keras_3_optimizer_diverges_and_is_refused_with_our_compressor():
     m.fit(model, 10)
     assert m.replicas_differ(m.values(model)), "Horovod averages under Keras 3 now: the refusal can go"
     m.assert_raises(lambda: m.compile_model({}, wrapper=False), "does not average gradients under Keras 3")
+
+
+@case("legacy")
+def optimizers_of_the_module_legacy():
+    """Of ``tf_keras``, which Horovod trains dense: ours, Horovod's own with a compressor, and a tape's."""
+    model, sgd = m.make_model(), keras.optimizers.legacy.SGD
+    advice = "tf_keras.optimizers.legacy.SGD is not supported; use tf_keras.optimizers.SGD"
+    scaled = keras.mixed_precision.LossScaleOptimizer(sgd(0.1))
+    derived = type("Derived", (sgd,), {})(0.1)
+    m.assert_raises(lambda: dgck.DistributedOptimizer(sgd(0.1)), advice)
+    m.assert_raises(lambda: dgck.DistributedOptimizer(sgd(0.1), compression=dgc.Compression.dgc()), advice)
+    for optimizer in (sgd(0.1, momentum=0.9), scaled, derived):
+        m.assert_raises(lambda: dgc.Compression.dgc(optimizer=optimizer), advice)  # noqa: B023
+    compression = dgc.Compression.dgc(model.trainable_variables, momentum=0.9)
+    m.assert_raises(lambda: hvdk.DistributedOptimizer(sgd(0.1), compression=compression), advice)
 
 
 @case
