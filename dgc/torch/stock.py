@@ -7,10 +7,8 @@ calling, and the placeholders.
 
 from __future__ import annotations
 
-import contextlib
-import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,14 +16,11 @@ import torch
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import check_placeholder
 from dgc.core.config import no_compressor
-from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError, StallError
+from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import Placeholders, find_owner
 from dgc.torch.step import CHANGED, Closure, StepWatch, is_changed
 from dgc.torch.untraced import untraced
-
-_PATIENCE = 10.0
-"""Seconds that collectives of a step that was given up are waited for."""
 
 
 class _WrappedTwice(ConfigError):
@@ -36,7 +31,12 @@ class HorovodSteps(StepWatch):
     """What the engine needs to know of an optimizer that ``hvd.DistributedOptimizer`` made, from its own fields.
 
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
+
+    Attributes:
+        lost: whether a step was given up whose exchange had begun, which Horovod's optimizer cannot take back.
     """
+
+    lost = False
 
     def __init__(self, engine: Engine, compressor: HorovodCompressor) -> None:
         super().__init__(engine)
@@ -78,13 +78,12 @@ class HorovodSteps(StepWatch):
         return all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
 
     def hand_over(self, index: int, gradient: torch.Tensor) -> bool:
-        """Note a gradient that Horovod hands over.
+        """Note a gradient that Horovod hands over; returns whether it is zeros of Horovod's, as this rank has none.
 
-        Returns:
-            Whether it is zeros of Horovod's, since this rank has none: there was none when the step's first one came,
-            and no backward pass has come to the parameter. Zeros of the script's are a gradient, as in dense training.
+        There was none when the step's first one came, and no backward pass has come to the parameter. Zeros of the
+        script's are a gradient, as in dense training.
         """
-        parameters, delays = self.watched.parameters, self._optimizer._allreduce_delay
+        parameters, delays = self.engine.parameters, self._optimizer._allreduce_delay
         untouched = bool(delays.get(parameters[index]) == self._optimizer.backward_passes_per_step)
         if self._begun_without is None:
             self._begun_without = {i for i, p in enumerate(parameters) if p.grad is None}
@@ -97,14 +96,14 @@ class HorovodSteps(StepWatch):
         """The step's first result is asked for; the index of a gradient that was changed or replaced since, or None."""
         handed, self._handed, self._begun_without = self._handed, {}, None
         for index, (gradient, version) in handed.items():
-            if is_changed(self.watched.parameters[index], gradient, version):
+            if is_changed(self.engine.parameters[index], gradient, version):
                 return index
         return None
 
     def before_update(self, closure: bool) -> None:
         """Horovod has made gradients of what no rank has any of; Adam would move those parameters."""
-        for index in () if self.begun else self.watched.left_alone:
-            self.watched.parameters[index].grad = None
+        for index in () if self.begun else self.engine.left_alone:
+            self.engine.parameters[index].grad = None
 
     @property
     def in_step(self) -> bool:
@@ -113,38 +112,14 @@ class HorovodSteps(StepWatch):
         return o is None or (self.plain_step and "synchronize" not in vars(o))
 
     def give_up(self) -> None:
-        """Forget the gradients of a step that an error ended; the next backward pass begins anew.
-
-        Horovod's own collectives carry a placeholder of every gradient. The ranks may have come to different places of
-        the step: each begins what is missing, so that no collective is matched with one of a later step.
-        """
-        from horovod.torch import mpi_ops
-
+        """Forget the backward passes since the last step; after one of an exchange the next step is an error."""
         if not self.drives:
             return
         self.take_back()
         optimizer = self._optimizer
-        handles = optimizer._handles
-        if optimizer._groups is None and any(handle is not None for handle, _ in handles.values()):
-            for p in optimizer._requires_update:
-                if (p not in handles or handles[p][0] is None) and not (p.grad is not None and p.grad.is_sparse):
-                    before = p.grad
-                    handles[p] = optimizer._allreduce_grad_async(p)
-                    p.grad = before
-        deadline = time.monotonic() + _PATIENCE
-        for handle, _ in handles.values():
-            while handle in mpi_ops._handle_map:
-                if mpi_ops.poll(handle):
-                    with contextlib.suppress(RuntimeError):
-                        mpi_ops.synchronize(handle)
-                elif time.monotonic() > deadline:
-                    raise RemoteError(
-                        "another rank has not come to the step that failed here: after an exception that some ranks "
-                        "met before their first gradient, restart the job from a checkpoint"
-                    )
-                else:
-                    time.sleep(0.001)
-        handles.clear()
+        handed_over = any(left <= 0 for left in optimizer._allreduce_delay.values())
+        self.lost |= handed_over or any(handle is not None for handle, _ in optimizer._handles.values())
+        optimizer._handles.clear()
         for group in optimizer._group_counts:
             optimizer._group_counts[group] = 0
         optimizer._synchronized = False
@@ -164,7 +139,6 @@ class HorovodCompressor(CompressorBase[Engine]):
     """Horovod's ``Compressor``: two methods, called for each gradient in turn."""
 
     _pending_error: DGCError | None = None
-    _giving_up = False  # placeholders of a failed step are sent for the other ranks, and nothing else
     _last_found = 0
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
@@ -179,7 +153,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         Errors about the gradient are raised by :meth:`decompress`, on all ranks.
 
         Raises:
-            ConfigError: the compressor is not bound to a model.
+            ConfigError: the compressor is not bound to a model, or an earlier step was given up.
         """
         if tensor is None:  # Horovod was given the class
             raise no_compressor(HorovodCompressor)
@@ -189,13 +163,20 @@ class HorovodCompressor(CompressorBase[Engine]):
         )
         if engine is None:
             return tensor, None  # a process set of one rank, in which Horovod calls as well
-        if self._is_exchanged(engine):
+        steps = self._steps
+        if steps is not None and steps.lost:
+            raise ConfigError(
+                "a step has failed after its exchange had begun, which Horovod's own optimizer cannot take back: build "
+                "model, optimizer and compressor anew, or restart the job; dgc.torch.DistributedOptimizer goes on "
+                "after reset()"
+            )
+        if steps is not None and self._pending_error is None and steps.averaged and engine.is_done():
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
             placeholder = self._placeholders.take()
             engine.stats.add_sent(placeholder.nbytes)
             return placeholder, tensor
         result = tensor
-        if self._pending_error is None and not self._giving_up:
+        if self._pending_error is None:
             try:
                 result = self._submit(engine, tensor)
             except (StallError, _WrappedTwice):
@@ -235,29 +216,18 @@ class HorovodCompressor(CompressorBase[Engine]):
         return result
 
     def reset(self) -> None:  # noqa: D102
-        with self._step_given_up():
-            super().reset()
+        super().reset()
+        self._give_up()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:  # noqa: D102
-        with self._step_given_up():
-            super().load_state_dict(state, resize)
+        super().load_state_dict(state, resize)
+        self._give_up()
 
-    @contextlib.contextmanager
-    def _step_given_up(self) -> Iterator[None]:
-        """After what is inside, the optimizer forgets a step that an error or an exception left half done as well."""
-        yield
+    def _give_up(self) -> None:
+        """Let the optimizer forget a step that an error or an exception left half done."""
         self._pending_error = None
-        watch = None if self.engine is None else self.engine.watch
-        if watch is not None and watch.begun:
-            self._giving_up = True
-            try:
-                watch.give_up()
-            finally:
-                self._giving_up = False
-
-    def _is_exchanged(self, engine: Engine) -> bool:
-        free = self._pending_error is None and not self._giving_up
-        return free and self._steps is not None and self._steps.averaged and engine.is_done()
+        if self.engine is not None and self.engine.watch.begun:
+            self.engine.watch.give_up()
 
     def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
         if self._steps is None or not self._steps.drives:

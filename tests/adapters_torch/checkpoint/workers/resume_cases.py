@@ -101,7 +101,7 @@ def saving_and_loading_in_the_middle_of_a_step_is_refused():
 
 @case
 def after_an_error_or_an_exception_training_goes_on_from_a_reset_or_a_loaded_state():
-    """Horovod's optimizer, too, forgets the gradients of the step that was not finished."""
+    """With Horovod's own optimizer the next step is an error if an exchange had begun; with a new model it goes on."""
 
     def rates_differ(optimizer, model):
         optimizer.param_groups[0]["lr"] /= 1 + hvd.rank()
@@ -118,7 +118,8 @@ def after_an_error_or_an_exception_training_goes_on_from_a_reset_or_a_loaded_sta
         interrupted(optimizer, model, ("first", "left")[hvd.rank() % 2])
 
     failures = (rates_differ, interrupted, interrupted_elsewhere)
-    ways = [*itertools.product("ab", [None], failures, ("reset", "state", "file"))]
+    ways = [*itertools.product("b", [None], failures, ("reset", "state", "file"))]
+    ways += [*itertools.product("a", [None], failures[:2], ("reset", "state", "file"))]
     ways += [(way, {"backward_passes_per_step": 2}, interrupted, "state") for way in "ab"]
     ways += [("a", {"groups": 2}, interrupted, "state")]
     for way, hvd_options, failure, recovery in ways:
@@ -138,6 +139,13 @@ def after_an_error_or_an_exception_training_goes_on_from_a_reset_or_a_loaded_sta
             compression.reset()
         if recovery == "file":
             dgc.load_checkpoint(folder, **objects)
+        if way == "a" and "backward_passes_per_step" not in (hvd_options or {}):
+            raises(dgc.ConfigError, "build model, optimizer", functools.partial(train, optimizer, model, 4, start=2))
+            compression.close()
+            model = make_model()
+            optimizer, compression = wrap(way, model, sgd(model), hvd_options=hvd_options, **OPTIONS)
+            recovery = "file"
+            dgc.load_checkpoint(folder, model=model, optimizer=optimizer, compression=compression)
         train(optimizer, model, 4, start=2)
         if recovery != "reset":
             straight = make_model()
