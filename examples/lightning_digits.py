@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dgc.torch as dgc
-from dgc.torch.trainers import lightning_callback
+from dgc.torch.ddp import lightning_callback
 
 
 class Classifier(lightning.LightningModule):

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import dgc.torch as dgc
-from dgc.torch.trainers import trainer_callback
+from dgc.torch.ddp import trainer_callback
 
 
 class Classifier(nn.Module):

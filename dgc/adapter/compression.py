@@ -39,11 +39,7 @@ class Uncompressed:
 
     @property
     def horovods(self) -> Any:
-        """Horovod's own.
-
-        Raises:
-            ConfigError: there is no Horovod.
-        """
+        """Horovod's own."""
         return getattr(self._horovod.module(initialized=False).Compression, self.name)
 
     def compress(self, tensor: Any) -> Any:
@@ -134,16 +130,7 @@ def read(value: Any) -> Any:
 
 
 def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``Compression.<name>`` is for a registered compressor: ``make`` with its name as the first argument.
-
-    Args:
-        name: the attribute that was asked for.
-        owner: whose attribute, for the error.
-        make: builds a framework's compressor from an algorithm's name, what it is bound to, and options.
-
-    Raises:
-        AttributeError: there is no such compressor; the message lists those there are.
-    """
+    """What the attribute ``name`` of ``owner`` is for a registered compressor: ``make`` with it as first argument."""
     try:
         row = compressor_class(name)
     except ConfigError:
@@ -163,17 +150,7 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
 
 
 def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> list[Any]:
-    """The list of what a compressor is given to compress.
-
-    Args:
-        value: the argument.
-        algorithm: the compressor's name, for the error.
-        name: the argument's.
-        advice: what to pass.
-
-    Raises:
-        ConfigError: it is no list of anything, or an empty one.
-    """
+    """The list of what a compressor is given to compress; the others are words of the errors."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(
             f"the {name} are {brief(value)}; pass {advice}, and options by their names: "
@@ -188,13 +165,7 @@ def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> li
 
 
 def require_momentum_source(optimizer: object, config: DGCConfig, given: str) -> None:
-    """Refuse tensors without the optimizer whose options the compressor would adopt.
-
-    Args:
-        optimizer: the argument of this name.
-        config: the compressor's options.
-        given: the name of the argument that came alone.
-    """
+    """Refuse tensors, which the argument ``given`` holds, without the optimizer that the compressor would adopt of."""
     if optimizer is None and config.momentum is None:
         raise ConfigError(
             f"Compression.{config.algorithm}({given}) also needs optimizer=, to take its momentum over; pass it, or "
@@ -203,14 +174,7 @@ def require_momentum_source(optimizer: object, config: DGCConfig, given: str) ->
 
 
 def check_compression(compression: object, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
-    """Refuse what cannot be a compressor for this framework, and a compressor in the place of another argument.
-
-    Args:
-        compression: the argument of this name.
-        own: the framework's compressors.
-        package: where to take one from.
-        texts: other arguments, which are texts.
-    """
+    """Refuse what cannot be a compressor for this framework, and a compressor in the place of a text."""
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise ConfigError(
@@ -224,11 +188,7 @@ def check_compression(compression: object, own: type[CompressorBase[Any]], packa
 
 
 def refuse_grouping(num_groups: object, groups: object) -> None:
-    """``groups`` is Horovod's way to send several gradients together; the core has its own.
-
-    Raises:
-        ConfigError: one of them is set.
-    """
+    """``groups`` is Horovod's way to send several gradients together; the core has its own."""
     if num_groups or groups is not None:
         raise ConfigError(
             "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
@@ -237,34 +197,18 @@ def refuse_grouping(num_groups: object, groups: object) -> None:
 
 
 def refuse_adasum(op: object, horovod: Horovod) -> None:
-    """Adasum needs whole gradients.
-
-    Raises:
-        ConfigError: ``op`` is Adasum.
-    """
+    """Adasum needs whole gradients."""
     if op is not None and not isinstance(op, str) and op == horovod.module(initialized=False).Adasum:
         raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
 
 
 def check_passes(passes: object) -> None:
-    """Look at ``backward_passes_per_step``.
-
-    Raises:
-        ConfigError: it is no whole number >= 1.
-    """
+    """Look at ``backward_passes_per_step``."""
     require_integer("backward_passes_per_step", plain(passes), 1)
 
 
 def check_predivide(factor: object, op_name: str) -> None:
-    """Look at ``gradient_predivide_factor``; with a compressor it has no effect, which divides once, in float32.
-
-    Args:
-        factor: the argument.
-        op_name: "average" or "sum".
-
-    Raises:
-        ConfigError: it is no number > 0, or another one than 1 where nothing is divided.
-    """
+    """Look at ``gradient_predivide_factor``; with a compressor it has no effect, which divides once, in float32."""
     require_number("gradient_predivide_factor", factor, low=0.0, low_open=True)
     if factor != 1.0 and op_name == "sum":
         raise ConfigError("gradient_predivide_factor needs op=hvd.Average: a sum is not divided; leave it out")
@@ -284,13 +228,7 @@ def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
 
 
 def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:
-    """Say that gradients are smoothed twice, where they are: no error, since somebody may want that.
-
-    Args:
-        optimizer: name of the class, for the message.
-        beta1: of the optimizer; whatever is no positive number has no first moment.
-        momentum: that the compressor was given; None or 0 if it has none of its own.
-    """
+    """Say that gradients are smoothed twice, where they are: no error, since somebody may want that."""
     if not momentum or not isinstance(beta1, (int, float)) or not beta1 > 0:
         return
     warnings.warn(

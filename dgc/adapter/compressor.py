@@ -53,16 +53,7 @@ class CompressorBase(Generic[EngineT]):
     _job: Job | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
-        """Check the options; what is compressed comes with ``bind``.
-
-        Args:
-            options: keyword options of ``Compression.dgc``, or of the compressor that ``algorithm`` names.
-            algorithm: the compressor's name in the registry.
-
-        Raises:
-            TypeError: an option is unknown.
-            ConfigError: an option is out of range.
-        """
+        """Check the options of the compressor that ``algorithm`` names; what is compressed comes with ``bind``."""
         self.given_options = dict(options)
         options = dict(options)
         self._adapter = {name: options.pop(name) for name in ADAPTER_OPTIONS if name in options}
@@ -122,8 +113,7 @@ class CompressorBase(Generic[EngineT]):
     ) -> None:
         """The part of ``bind`` that all frameworks share; collective over the process set.
 
-        Raises:
-            DGCError: nothing of the attempt remains then, so that a second one is like a first one.
+        Where it raises, nothing of the attempt remains, so that a second one is like a first one.
         """
         assert not self.is_bound
         assert self._job is not None
@@ -288,7 +278,6 @@ class CompressorBase(Generic[EngineT]):
         agree_or_raise(engine.transport, change, "results of loading the states", LayoutError)
 
     def _require_states(self, state: object, resize: bool) -> list[Any]:
-        """What was given, as a list; see :func:`dgc.adapter.engine.require_states`."""
         return require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Final, NoReturn, Protocol, SupportsIndex, TypeAlias
+from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
@@ -153,11 +153,6 @@ class EngineBase(abc.ABC):
             joined.last.add(exchange.stats.last)
             joined.total.add(exchange.stats.total)
         return joined
-
-    def on_step(self, observer: Observer) -> Observer:
-        """See :meth:`dgc.adapter.compressor.CompressorBase.on_step`."""
-        self.observers.append(observer)
-        return observer
 
     def _tell_observers(self) -> None:
         """At the end of a step; with several exchanges, of one that all of them have finished."""
@@ -406,14 +401,3 @@ CONNECTED: Final = (
     "connection to the other ranks: copy it before it is bound, or build a new one on every rank and hand it this "
     "one's state with load_state_dict(compression.state_dict())"
 )
-
-
-class Uncopied:
-    """Mixed into an optimizer, before the framework's own class: it is neither copied nor pickled."""
-
-    uncopied: str
-    """What cannot be done, why, and what to do instead."""
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Neither ``copy`` nor ``pickle``."""
-        raise TypeError(self.uncopied)

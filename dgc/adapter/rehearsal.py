@@ -28,18 +28,10 @@ _rehearsed: set[DGCConfig] = set()
 
 
 def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callable[[Chosen], Kernels]) -> Chosen:
-    """Choose kernels, and compile what steps with these options need. Local: no communication.
+    """What ``choose`` returns, whose kernels that compiles, and all else that steps with these options need compiled.
 
-    The processes of a host share what is to be compiled, and wait for each other; see
+    Local: no communication. The processes of a host share what is to be compiled, and wait for each other; see
     :func:`dgc.core.kernels.compile.compiling`.
-
-    Args:
-        config: the options.
-        choose: makes what has the kernels, which compiles them.
-        kernels_of: those.
-
-    Returns:
-        What ``choose`` has returned.
     """
     from filelock import Timeout
 

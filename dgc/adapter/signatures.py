@@ -44,54 +44,36 @@ Compressing = SupportsCompress | type[SupportsCompress] | None
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options of every compressor."""
+    """Options of every compressor, explained at :meth:`Constructors.dgc`, as are those of the next two."""
 
     rampup_begin_step: int
-    """The first step that is compressed; gradients of the steps before it are averaged as they are."""
     local_grad_clip_norm: float | None
-    """Scale each rank's gradient to an L2 norm of at most this number times the square root of the number of ranks."""
     clip_scope: Literal["tensor", "global"]
-    """What has one norm: each compressed tensor, or all gradients together, also before ``rampup_begin_step``."""
     min_numel: int
-    """Tensors of fewer elements are not compressed; they are sent as ``small`` says."""
     include: str | Sequence[str]
-    """Name patterns, as of ``fnmatch``, of tensors that are compressed although they are 1-D or small."""
     exclude: str | Sequence[str]
-    """Name patterns of tensors that are never compressed, and sent as float32."""
     small: ValueCodec
-    """How tensors that are 1-D or small are coded; "float32" sends them as they are."""
     bucket_bytes: int
-    """Bytes of float32 gradient that are sent together in one message."""
     op: Any
-    """Average, or Sum: Horovod's constant, or the name "average" or "sum"."""
     sparse_updates: bool
-    """Update only the received entries of the parameters where the optimizer is a plain SGD; False: all of them."""
     hierarchical: bool | int | Literal["auto"]
-    """The ranks of a node add up their gradients and send as one; "auto": where that saves traffic; or so many."""
     transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport
-    """What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or torch.distributed."""
     loss_scale: Any
-    """By what the loss is multiplied: a number, a function that returns it, or the framework's loss scaler."""
     process_set: ProcessSet | None
-    """Horovod's process set of the ranks that exchange; None: all ranks."""
 
 
 class FeedbackOptions(CommonOptions, total=False):
     """Options of compressors that keep what they do not send."""
 
     momentum: float | None
-    """The momentum that is corrected; None takes over the optimizer's momentum or Adam's beta1, 0 leaves it there."""
     nesterov: bool | None
-    """Whether that momentum is Nesterov's; None takes it over from the optimizer."""
     weight_decay: float | None
-    """This number times the parameter is added to its gradient; None takes the optimizer's over."""
 
 
 class EntryOptions(FeedbackOptions, total=False):
     """Options of compressors that send some entries."""
 
     momentum_masking: bool | None
-    """Set the momentum of an entry to 0 when the entry is sent; None: yes, but not with ``steps`` and an SGD."""
 
 
 def refused_uncalled(make: Function) -> Function:

@@ -96,14 +96,10 @@ class Group:
     ) -> tuple[list[np.ndarray], int]:
         """Exchange one step; returns results in the variables' shapes, float32 or float64, and APPLY or REFUSED.
 
-        Args:
-            indices: variables of the group with a gradient, ascending; the others stay as they are, on all ranks.
-            gradients: of those, in the variables' shapes.
-            parameters: values of those, or nothing where no weight decay needs them.
-            hyper: the options of all variables of the model.
-            learning_rate: that of this step, where it is known; the ranks must share it.
-            follows: whether the adopted velocity contains it.
-            joins: flags of a rank that takes part without data, which then applies or drops the step.
+        ``indices`` are the variables with a gradient, ascending; the others stay as they are, on all ranks. Of these
+        are the parameters' values, or nothing where no weight decay needs them. ``hyper`` has the options of all of the
+        model. The ranks must share the learning rate; ``follows`` says whether the adopted velocity contains it.
+        ``joins`` are flags of a rank that takes part without data, which then applies or drops the step.
         """
         self._count_run()
         given = [self.indices.index(i) for i in indices]

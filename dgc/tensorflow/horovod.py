@@ -327,29 +327,27 @@ def _refuse_horovods_keras3() -> None:
 
 def _horovods_call() -> _Call:
     """Find Horovod's list of variables and gradients, which it keeps to itself, in the frames above."""
-    call: _Call | None = None
-    process_set = owner = None
+    pairs = process_set = owner = None
     has_local = False
     for frame in _frames(63):
         found = frame.f_locals
         candidate = found.get("self")
         if process_set is None and _module(frame) == "horovod.tensorflow":
             process_set = found.get("process_set")
-        if call is None and "allreduce_grads" in frame.f_code.co_name and "vars" in found:
-            call = _Call(list(found["vars"]), list(found["grads"]), None, None, False)
-        if call is not None and owner is None and family(candidate) is not None:
+        if pairs is None and "allreduce_grads" in frame.f_code.co_name and "vars" in found:
+            pairs = list(found["vars"]), list(found["grads"])
+        if pairs is not None and owner is None and family(candidate) is not None:
             owner = candidate
         # Only in Horovod's own code: a script's objects may have attributes of these names.
         if _module(frame).partition(".")[0] == "horovod":
             attributes = getattr(candidate, "__dict__", {})
             has_local = has_local or any(attributes.get(name) for name in _LOCAL)
-    if call is None:
+    if pairs is None:
         raise ConfigError(
             "compress() was called by something else than hvd.DistributedGradientTape or hvd.DistributedOptimizer; use "
             "those, or the wrappers of dgc.tensorflow"
         )
-    call.optimizer, call.process_set, call.has_local = owner, process_set, has_local
-    return call
+    return _Call(*pairs, owner, process_set, has_local)
 
 
 def _frames(most: int) -> Iterator[FrameType]:

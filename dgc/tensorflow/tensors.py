@@ -176,6 +176,7 @@ def _warn_of(devices: str) -> None:
 
 
 Step = Callable[[list[np.ndarray], "float | None", list[np.ndarray]], "tuple[list[np.ndarray], int]"]
+"""(gradients, learning rate, parameters) -> results in the gradients' shapes, and ACCUMULATED, APPLY or REFUSED."""
 
 
 def cross(
@@ -184,16 +185,10 @@ def cross(
     learning_rate: tf.Tensor | float | None,
     parameters: Sequence[Variable] = (),
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Hand gradients to Python and take results back, now or whenever the graph being built runs.
+    """Hand dense gradients to Python and take results back, now or whenever the graph being built runs.
 
-    Args:
-        step: (gradients, learning rate, parameters) -> results in the gradients' shapes, and what became of the step.
-        gradients: dense tensors.
-        learning_rate: a scalar, or None.
-        parameters: variables whose values the step needs, or nothing.
-
-    Returns:
-        Results of the gradients' types and shapes, and an int32 scalar: ACCUMULATED, APPLY or REFUSED.
+    The ``parameters`` are variables whose values the step needs. Results have the gradients' types and shapes; the
+    verdict is an int32 scalar.
     """
     rate = [] if learning_rate is None else [tf.cast(tf.convert_to_tensor(learning_rate), tf.float32)]
     values = [tf.convert_to_tensor(raw_variable(p)) for p in parameters]

@@ -72,14 +72,9 @@ class Adoption:
     ) -> None:
         """Read what the optimizer's groups hold now; they are not changed.
 
-        Args:
-            parameters: the compressed tensors.
-            names: their names, for errors.
-            optimizer: the user's optimizer or None.
-            config: ``momentum``, ``nesterov`` and ``weight_decay`` that are not None are used instead of adopting.
-            exchange: of these tensors, whose u takes over momentum. A group of which it selects no entries keeps its
-                beta1.
-            share: what this rank's u holds of a momentum that is the same on all ranks.
+        Options of ``config`` that are not None are used instead of adopting. The u of ``exchange`` takes over momentum;
+        a group of which it selects no entries keeps its beta1. ``share`` is what this rank's u holds of a momentum that
+        is the same on all ranks.
 
         Raises:
             ConfigError: momentum or weight decay both given and in the optimizer, dampening, or ``maximize=True``.
@@ -124,10 +119,8 @@ class Adoption:
     def read(self, optimizer: torch.optim.Optimizer, step: int | None = None, *, anew: bool = False) -> None:
         """Follow what the groups of the optimizer hold that steps the parameters; errors are the constructor's.
 
-        Args:
-            optimizer: of Horovod's, at first the one it is built from.
-            step: that begins, from 0; None at construction, when no first moment is taken yet.
-            anew: whether a state was loaded into the optimizer or the compressor since the last step.
+        The step that begins is None at construction, when no first moment is taken yet; ``anew`` says whether a state
+        was loaded into the optimizer or the compressor since the last one.
         """
         if anew:
             self._settled.clear()
@@ -150,10 +143,6 @@ class Adoption:
     def has_velocity(self) -> bool:
         """Whether results hold momentum or decay that the compressor applies."""
         return any(self.hyper.momentum) or any(self.hyper.weight_decay)
-
-    def took_from(self, index: int) -> bool:
-        """Whether momentum or weight decay of this parameter was adopted from an optimizer."""
-        return index in self._adopted and bool(self.hyper.momentum[index] or self.hyper.weight_decay[index])
 
     def index_of(self, parameter: torch.Tensor) -> int | None:
         """The parameter's index in the layout, or None."""
@@ -193,11 +182,13 @@ class Adoption:
 
     def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse momentum or decay of another optimizer than the one it was taken from: it would be applied twice."""
+        hyper = self.hyper
+        took = {i for i in self._adopted if hyper.momentum[i] or hyper.weight_decay[i]}
         for group, ours in self._groups(optimizer):
             for option in self.options:
                 value = group.get(option)
                 value = value[0] if option == "betas" and value else value
-                if value and any(self.took_from(i) for _, i in ours):
+                if value and any(i in took for _, i in ours):
                     raise ConfigError(
                         f"{option} would be applied twice: the compressor has that of the optimizer which was bound, "
                         f"and another one steps with {option}={group[option]}; bind the optimizer that steps the model"
@@ -210,10 +201,7 @@ class Adoption:
 
         Call it after :meth:`read`. SGD's buffers are taken out of its state; first moments stay, and are overwritten.
         Where a state was loaded into the optimizer alone (``restored``), buffers that are all zero count as well, as
-        ``hvd.broadcast_optimizer_state`` makes them where there were none.
-
-        Returns:
-            Whether anything other than 0 became u.
+        ``hvd.broadcast_optimizer_state`` makes them where there were none. Returns whether any other value became u.
         """
         if not self.active or not optimizer.state:
             return False

@@ -9,14 +9,19 @@ model.register_comm_hook(state, dgc.ddp.compression_hook)
 
 DDP calls the hook with each bucket that the backward pass has completed. The call with the last one waits for the
 results: ``.grad`` holds them when ``backward()`` returns, as without the hook.
+
+The callbacks for Hugging Face's Trainer and for Lightning register it, and keep its state in checkpoints. Accelerate
+and Fabric take the state that :func:`register` returns: docs/checkpoints.md shows the lines of all four.
 """
 
 # No "from __future__ import annotations": DDP compares the hook's annotations with types.
+import os
 import sys
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dgc.adapter.compression import check_compression
 from dgc.core.exchange.exchange import LossScale
+from dgc.core.state import write_whole
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.checkpoint import gathered_states, load_gathered
 from dgc.torch.compressor import DGCCompressor, named_pairs
@@ -34,7 +40,11 @@ from dgc.torch.step import StepWatch, only_makes_state, require_free
 from dgc.torch.tensors import scattered_values
 from dgc.torch.untraced import untraced
 
-__all__ = ["CompressionState", "compression_hook", "register"]
+if TYPE_CHECKING:
+    import lightning
+    import transformers
+
+__all__ = ["CompressionState", "compression_hook", "lightning_callback", "register", "trainer_callback"]
 
 _LOCAL = (
     "optimizer.step() was called with gradients that were not exchanged: the backward passes since the last step ran "
@@ -209,7 +219,7 @@ class _Steps(StepWatch):
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(engine)
-        self._engine, self._optimizer = engine, optimizer
+        self._optimizer = optimizer
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
         self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
         self._owners: dict[int, int] = {}  # address of a gradient -> parameter index, in the step under way
@@ -222,7 +232,7 @@ class _Steps(StepWatch):
 
     def hand_over(self, bucket: dist.GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Begin the exchange of a bucket, or end it with the last one; the future gets the bucket's results."""
-        engine, buffer = self._engine, bucket.buffer()
+        engine, buffer = self.engine, bucket.buffer()
         if bucket.index() == 0:
             self._waiting, self._results = [], {}
             self._owners.clear()
@@ -280,9 +290,9 @@ class _Steps(StepWatch):
 
     def _require_stepped(self) -> None:
         """Each rank applies momentum and decay to what is sent dense, so that all need the same parameters."""
-        if self._joined and self.averaged and self._engine.adoption.has_velocity:
+        if self._joined and self.averaged and self.engine.adoption.has_velocity:
             wrong = "a rank without data has not followed the updates: use Join([model, state])"
-            self._engine.fail(ConfigError(wrong))
+            self.engine.fail(ConfigError(wrong))
 
     @untraced
     def _arrived(self, index: int, _: torch.Tensor) -> None:
@@ -291,15 +301,15 @@ class _Steps(StepWatch):
         if not self.begun:
             self._require_stepped()
             self.begun, self.averaged, self._joined = True, False, False
-            self._engine.results.moved(index)
-            self._engine.begin(index)
+            self.engine.results.moved(index)
+            self.engine.begin(index)
 
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""
         if self.averaged:
             if not self._joined:  # .grad holds an accumulation of this rank, inside no_sync(), that never ended
                 for index, result in self._results.items():
-                    self._engine.parameters[index].grad = result.clone()
+                    self.engine.parameters[index].grad = result.clone()
             self._optimizer.step()
             self._optimizer.zero_grad()
 
@@ -314,14 +324,14 @@ class _Steps(StepWatch):
         """See that gradients were exchanged; those of a closure are there when it returns."""
         if closure:
             return
-        if not (self.begun or self.averaged) and only_makes_state(self._optimizer, self._engine.parameters):
+        if not (self.begun or self.averaged) and only_makes_state(self._optimizer, self.engine.parameters):
             self.saved.made_state()
         else:
             self.closure_returned()
 
     def closure_returned(self) -> None:
         """See that gradients were exchanged before they are applied."""
-        engine = self._engine
+        engine = self.engine
         if self.begun:
             engine.fail(LayoutError(_LOCAL))
         if not self.averaged and engine.adoption.has_velocity and any(p.grad is not None for p in engine.parameters):
@@ -424,3 +434,76 @@ def _require_same_size() -> None:
             f"Horovod has {hvd.size()} ranks and torch.distributed {dist.get_world_size()}: start the job with one "
             "launcher, and leave hvd.init() out"
         )
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+_FILE = "compression.pt"
+"""In a checkpoint's directory of Hugging Face's Trainer."""
+
+
+def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor) -> "transformers.TrainerCallback":
+    """A callback for ``trainer.add_callback``: gradients are compressed, and checkpoints hold every rank's state.
+
+    A checkpoint is looked for in ``args.resume_from_checkpoint``, or under its own name in ``args.output_dir``.
+
+    Args:
+        trainer: of Hugging Face's transformers; its model must be wrapped in DDP, not in FSDP or DeepSpeed.
+        compression: of ``dgc.Compression``, used nowhere else.
+
+    Warns:
+        RuntimeWarning: (in the first step) the checkpoint is of a run with a compressor, and its state was not found.
+    """
+    from transformers import TrainerCallback
+
+    class Compress(TrainerCallback):
+        state: CompressionState | None = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.state = register(trainer.model_wrapped, kwargs["optimizer"], compression)
+            if state.global_step:
+                given = args.resume_from_checkpoint
+                path = Path(given if given and os.path.isdir(given) else _folder(args, state), _FILE)
+                self.state.load_state_dict(torch.load(path, weights_only=True) if path.exists() else {})
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert self.state is not None, "training has begun"
+            saved = self.state.state_dict()  # on all ranks
+            if args.should_save:
+                path = Path(_folder(args, state), _FILE)
+                write_whole(path, path.with_suffix(".partial"), lambda file: torch.save(saved, file))
+
+    return Compress()
+
+
+def lightning_callback(compression: DGCCompressor) -> "lightning.Callback":
+    """A callback for ``lightning.Trainer(callbacks=[...])``: compresses gradients, checkpoints hold every rank's state.
+
+    Args:
+        compression: of ``dgc.Compression``, used nowhere else.
+    """
+    import lightning
+
+    class Compress(lightning.Callback):
+        state_key = "dgc"  # type: ignore[assignment]
+        state: CompressionState | None = None
+        loaded: dict[str, Any] | None = None
+
+        def on_train_start(self, trainer: "lightning.Trainer", pl_module: "lightning.LightningModule") -> None:
+            (optimizer,) = trainer.optimizers
+            self.state = register(trainer.strategy.model, optimizer, compression)
+            if self.loaded is not None:  # before there was an optimizer
+                self.state.load_state_dict(self.loaded)
+                self.loaded = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {} if self.state is None else self.state.state_dict()
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded = state_dict
+
+    return Compress()
+
+
+def _folder(args: Any, state: Any) -> str:
+    return os.path.join(args.output_dir, f"checkpoint-{state.global_step}")

@@ -23,7 +23,7 @@ from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.distributed import DistributedJob, require_own_shards
 from dgc.torch.passes import Exchanged, Passes
 from dgc.torch.step import closure_of, only_makes_state, refuse_strangers, steps_by_scaler, with_closure
-from dgc.torch.tensors import is_sharded, local, scattered_values
+from dgc.torch.tensors import local, scattered_values
 from dgc.torch.untraced import untraced, weakly
 from dgc.transport.agreement import require_agreement
 
@@ -154,7 +154,7 @@ class DenseSteps(Passes):
                     "dgc.torch.DistributedOptimizer, or build the embedding with sparse=False"
                 )
             p.grad = p.grad.to_dense()
-        values = scattered_values(p.grad) if is_sharded(p.grad) else None
+        values = scattered_values(p.grad) if index in self._sharded else None
         self._exchanged[index] = Exchanged(p.grad, p.grad._version, p.grad, values)
         self._bucket_of[index].waiting -= 1
         while self._begun_buckets < len(self._buckets) and not self._buckets[self._begun_buckets].waiting:

@@ -24,11 +24,10 @@ from dgc.core.layout import Layout, make_layout
 from dgc.core.transport import Transport, gather_values
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
-from dgc.torch.gpu import tensors_for
 from dgc.torch.saved_state import Change
 from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.step import Results, StepWatch, learning_rates_of, refusal_of_results
-from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples
+from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, tensors_for
 from dgc.transport.agreement import require_replicas
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -146,11 +145,7 @@ class Engine(EngineBase):
         return result
 
     def finish(self) -> None:
-        """Wait for all results of the step. Calling it again before the next step does nothing.
-
-        Raises:
-            DGCError: this or another rank failed, or a gradient is missing.
-        """
+        """Wait for all results of the step. Calling it again before the next step does nothing."""
         if self.error is not None:
             raise self.error
         if not self.exchange.latest.under_way:
@@ -207,7 +202,15 @@ class Engine(EngineBase):
             return False
         if not self._results_compared:
             self._results_compared = True
-            require_same_results(self.transport, self.names, self.parameters)
+            # A gradient that was taken out of the step counts as 0, which another rank may have put there already.
+            absent = [p.grad is None or p.grad.is_sparse for p in self.parameters]
+            gradients = [torch.zeros_like(p) if a else p.grad for p, a in zip(self.parameters, absent, strict=True)]
+            require_replicas(
+                self.transport,
+                {n: fingerprint(g) for n, g in zip(self.names, gradients, strict=True)},
+                "their gradients were changed in different ways between synchronize() and another synchronize() or "
+                "step(), which averages nothing again: make the same change on every rank",
+            )
         return True
 
     def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -312,7 +315,14 @@ class Engine(EngineBase):
         self._pending.clear()
         if not self._replicas_compared:
             self._replicas_compared = True
-            require_same_parameters(self.transport, self.names, self.parameters)
+            require_replicas(
+                self.transport,
+                {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
+                "before the first step call dgc.torch.broadcast_parameters(model.state_dict()) on all ranks, and load "
+                "a checkpoint on all of them; with Horovod call hvd.broadcast_optimizer_state(optimizer, root_rank=0), "
+                "in which some optimizers move parameters, and then hvd.broadcast_parameters(model.state_dict(), "
+                "root_rank=0)",
+            )
         self._memory.end()
         self.results.written()
         if self.observers:
@@ -326,32 +336,6 @@ class Engine(EngineBase):
             "or build the embedding with sparse=False"
         )
         self.fail(ConfigError(wrong), index)
-
-
-def require_same_parameters(transport: Transport, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-    """After the first exchange, and the first after a state was loaded; before the update. Collective."""
-    require_replicas(
-        transport,
-        {n: samples(p) for n, p in zip(names, parameters, strict=True)},
-        "before the first step call dgc.torch.broadcast_parameters(model.state_dict()) on all ranks, and load a "
-        "checkpoint on all of them; with Horovod call hvd.broadcast_optimizer_state(optimizer, root_rank=0), in which "
-        "some optimizers move parameters, and then hvd.broadcast_parameters(model.state_dict(), root_rank=0)",
-    )
-
-
-def require_same_results(transport: Transport, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-    """Before results are handed back by another ``synchronize()``. Collective."""
-    dense = [None if p.grad is None or p.grad.is_sparse else p.grad for p in parameters]
-    require_replicas(
-        transport,
-        # A gradient that was taken out of the step counts as 0, which another rank may have put there already.
-        {
-            n: fingerprint(torch.zeros_like(p) if g is None else g)
-            for n, p, g in zip(names, parameters, dense, strict=True)
-        },
-        "their gradients were changed in different ways between synchronize() and another synchronize() or step(), "
-        "which averages nothing again: make the same change on every rank",
-    )
 
 
 def share_options(

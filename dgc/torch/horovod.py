@@ -9,12 +9,11 @@ No other module of this adapter looks into frames.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, GeneratorType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -264,7 +263,6 @@ class _Announcing(list[dict[str, Any]]):
             built = _optimizer_among(_frames(_NEAR), lambda found: _is_being_built(found, base))
             if built is not None:
                 base.param_groups = list(list.__iter__(self))
-                _refuse_used_names()
                 report(built)
         return list.__iter__(self)
 
@@ -318,18 +316,6 @@ def _frames(limit: int) -> list[FrameType]:
         found.append(frame)
         frame = frame.f_back
     return found
-
-
-def _refuse_used_names() -> None:
-    """Say what Horovod is going to call parameters without a name."""
-    for frame in _frames(_NEAR):
-        horovods = str(frame.f_globals.get("__name__")).startswith("horovod.")
-        named = frame.f_locals.get("named_parameters") if horovods else None
-        if isinstance(named, GeneratorType) and inspect.getgeneratorstate(named) == inspect.GEN_CLOSED:
-            raise ConfigError(
-                "named_parameters is a generator, which can be used once only, and the compressor has used it: call "
-                "model.named_parameters() again"
-            )
 
 
 def _is_being_built(found: torch.optim.Optimizer, base: torch.optim.Optimizer) -> bool:

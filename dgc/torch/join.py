@@ -106,7 +106,7 @@ def _clear(engine: Engine) -> None:
     engine.watch.give_up()
     for p in engine.parameters:
         p.grad = None
-    engine.results.cleared()
+    engine.results.cleared = True
 
 
 def _take_over(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:

@@ -31,7 +31,7 @@ from dgc.torch.engine import Engine
 from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.passes import Exchanged, Passes, refuse_copy
 from dgc.torch.step import StepWatch, only_makes_state
-from dgc.torch.tensors import is_sharded, local, scattered_values, set_memory
+from dgc.torch.tensors import local, scattered_values, set_memory
 from dgc.torch.untraced import untraced
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Steps(Passes, StepWatch):
     ) -> None:
         """Register hooks on the engine's parameters; their optimizer keeps this object alive."""
         super().__init__(engine)
-        self._engine, self._scaler = engine, scaler
+        self._scaler = scaler
         self._dense = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
         self.count_passes(engine.parameters, engine.names)
         self.drive(optimizer, self.arrived)
@@ -228,15 +228,15 @@ class Steps(Passes, StepWatch):
     # -- Horovod's methods -----------------------------------------------------------------------------------------
 
     def is_done(self) -> bool:  # noqa: D102
-        if not self._engine.is_done():
+        if not self.engine.is_done():
             return False
         for i, p in enumerate(self._parameters):
-            if p.grad is None and i not in self._engine.left_alone:
+            if p.grad is None and i not in self.engine.left_alone:
                 p.grad = torch.zeros_like(p)  # taken out of the step by hand
         return True
 
     def deliver(self) -> None:  # noqa: D102
-        engine = self._engine
+        engine = self.engine
         engine.finish()
         for i, exchanged in self._exchanged.items():
             if i in engine.left_alone:
@@ -247,7 +247,7 @@ class Steps(Passes, StepWatch):
     @untraced
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:  # noqa: D102
         super().zero_grad(*args, **kwargs)
-        self._engine.results.cleared()
+        self.engine.results.cleared = True
 
     # -- the watch's half ------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class Steps(Passes, StepWatch):
         if self._skipping:
             if exchanging is not None:
                 wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
-                self._engine.fail(LayoutError(wrong))
+                self.engine.fail(LayoutError(wrong))
             return
         if not self.begun and not closure and only_makes_state(optimizer, self._parameters):
             self.saved.made_state()
@@ -309,12 +309,13 @@ class Steps(Passes, StepWatch):
         gradient = p.grad
         if gradient.is_sparse and index in self._dense:
             gradient = gradient.to_dense()
-        result = self._engine.submit(index, gradient, absent=absent)
-        values = scattered_values(p.grad) if is_sharded(p.grad) else None
+        result = self.engine.submit(index, gradient, absent=absent)
+        values = scattered_values(p.grad) if index in self._sharded else None
         self._exchanged[index] = Exchanged(p.grad, p.grad._version, result, values)
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:  # noqa: D102
-        self._engine.fail(error, index)
+        engine: Engine = self.engine
+        engine.fail(error, index)
 
 
 def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.distributed import ddp_over
 from dgc.torch.step import CHANGED, has_unscaled, is_changed
-from dgc.torch.tensors import scattered_values
+from dgc.torch.tensors import is_sharded, scattered_values
 from dgc.torch.untraced import untraced, weakly
 
 _IN_DDP = (
@@ -53,6 +53,7 @@ class Passes:
     def count_passes(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Begin, with the parameters whose gradients are exchanged; another optimizer's exchange of them ends."""
         self._parameters, self._names = parameters, names
+        self._sharded = {i for i, p in enumerate(parameters) if is_sharded(p)}
         self._exchanged: dict[int, Exchanged] = {}  # by index
         self._guarded: dict[int, Any] = {}  # by id of a DistributedDataParallel: its hook
         self._guard()

@@ -105,7 +105,7 @@ class SavedState:
 
     def change(self, transport: Transport, owner: torch.optim.Optimizer | None) -> Change:
         """What happened since the last step, which the owner makes; collective after a broadcast."""
-        change = self.pending._replace(stepped=owner is not None and is_of_moment(owner, self._mark))
+        change = self.pending._replace(stepped=bool(self._mark and owner) and is_of_moment(owner, self._mark))
         if change.kept:
             change = change._replace(restored=False, stepped=False)
         if change.broadcast:

@@ -151,8 +151,8 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
             for option in ("maximize", "differentiable"):
                 if group.get(option):
                     return f"the optimizer has {option}=True"
-            if (refused := refusal_of_rate(group["lr"])) is not None:
-                return refused
+            if not (isinstance(group["lr"], (int, float)) and 0 < group["lr"] < math.inf):
+                return "the learning rate is not a positive number"
         return "a parameter is in no group of the optimizer" if missing else None
 
     return obstacle
@@ -174,12 +174,6 @@ def _class_of(optimizer: torch.optim.Optimizer) -> type:
         own = own.__mro__[1]
     sharded: type = vars(optimizer)["optimizer_class"] if "_shards_updates" in vars(own) else own
     return sharded
-
-
-def refusal_of_rate(rate: object) -> str | None:
-    """Why entries cannot be updated with a learning rate; None if they can."""
-    positive = isinstance(rate, (int, float)) and 0 < rate < math.inf
-    return None if positive else "the learning rate is not a positive number"
 
 
 def _update(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:

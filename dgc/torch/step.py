@@ -10,17 +10,15 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgc.core.exchange.exchange import Exchange, Stage
-from dgc.errors import ConfigError, DGCError, LayoutError
-from dgc.torch.adoption import Adoption
+from dgc.errors import ConfigError, LayoutError
 from dgc.torch.horovod import broadcasting, stepping_scaler
 from dgc.torch.saved_state import SavedState
-from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.tensors import local
 from dgc.torch.untraced import untraced, weakly
 
@@ -95,6 +93,7 @@ class Results:
     It counts as well where the next one begins with its results still in ``.grad``, to which gradients were added.
 
     Attributes:
+        cleared: whether the owner's ``zero_grad()`` has run since: whatever is in ``.grad`` from then on is no result.
         kept: whether the step that began last found gradients where the one before had left them, also cleared in
             place; None where that had left none.
         in_closure: whether a closure of the optimizer's step runs: whatever it exchanges counts.
@@ -104,7 +103,7 @@ class Results:
         self._parameters = parameters
         self._exchanges = exchanges
         self._written: list[weakref.ref[torch.Tensor] | None] = []  # the latest step's gradients by index
-        self._cleared = self._warned = self.in_closure = False
+        self.cleared = self._warned = self.in_closure = False
         self.kept: bool | None = None
 
     @property
@@ -115,20 +114,16 @@ class Results:
     @property
     def stand(self) -> bool:
         """Whether any of the latest step's results is still in ``.grad``."""
-        return not self._cleared and bool(self._there())
+        return not self.cleared and bool(self._there())
 
     def written(self) -> None:
         """The exchange has finished a step, which was not applied yet."""
-        self._cleared = False
+        self.cleared = False
         self._written = [None if p.grad is None or p.grad.is_sparse else weakref.ref(p.grad) for p in self._parameters]
 
     def applied(self) -> None:
         """An optimizer steps the parameters now, or has done so since a closure exchanged their gradients."""
         self._exchanges[0].applied()
-
-    def cleared(self) -> None:
-        """The owner's ``zero_grad()`` has run: whatever is in ``.grad`` from now on is no result."""
-        self._cleared = True
 
     def moved(self, index: int) -> None:
         """DDP may have moved gradients to new buckets: what was not cleared is in ``.grad``, as another tensor."""
@@ -150,7 +145,7 @@ class Results:
         found = self._there()
         self.kept = bool(found) if any(self._written) else None
         left = False
-        if found and not self._cleared and (self.undecided or index is None):
+        if found and not self.cleared and (self.undecided or index is None):
             others = [gradient for i, gradient in found.items() if i != index]
             left = not others or any(bool(local(gradient).any()) for gradient in others)
         if left:
@@ -218,26 +213,13 @@ _hook: list[Any] = []
 Closure = Callable[[], Any]
 
 
-class Watched(Protocol):
-    """What a watch needs of its engine, whose attributes these are."""
-
-    parameters: list[torch.Tensor]
-    adoption: Adoption
-    results: Results
-    updates: SparseUpdates
-    error: DGCError | None
-    is_scaled: bool
-    left_alone: set[int]
-
-    def follow(self, watch: StepWatch) -> None: ...  # noqa: D102
-
-
 class StepWatch:
     """Follows the steps of the optimizer that owns an engine's parameters, until :meth:`end` or collected.
 
     A front end derives one that hands over gradients: dgc's own (``optimizer.py``), Horovod's (``stock.py``), DDP's.
 
     Attributes:
+        engine: the :class:`~dgc.torch.engine.Engine`, which holds a watch itself.
         saved: what was loaded into the owner since its last step.
         plain_step: whether ``step()`` was called without a closure, and has exchanged nothing yet.
         by_scaler: whether a GradScaler calls ``step()`` whose scale the compressor does not know. Looked at once.
@@ -252,13 +234,13 @@ class StepWatch:
 
     plain_step = by_scaler = drives = alone = holds = _broadcasts = False
 
-    def __init__(self, engine: Watched) -> None:
+    def __init__(self, engine: Any) -> None:
         """Watch from now on.
 
         Two hooks of torch serve all watches and stay for good: removing hooks when a watch is collected could fall
         into the very loop in which torch calls them.
         """
-        self.watched = engine
+        self.engine = engine
         self.saved = SavedState(engine.adoption, self.begin_anew)
         self._scale_is_known = engine.is_scaled  # or known to be none
         self._owner: Callable[[], torch.optim.Optimizer | None] = lambda: None
@@ -308,9 +290,9 @@ class StepWatch:
         """Hand over an optimizer's gradients from now on."""
         # The public way to give a class's step() torch's hooks again, where a script has replaced it since.
         torch.optim.Optimizer.__setstate__(optimizer, {})
-        self.watched.follow(self)
+        self.engine.follow(self)
         self.own(optimizer)
-        parameters = enumerate(self.watched.parameters)
+        parameters = enumerate(self.engine.parameters)
         hooks = [p.register_post_accumulate_grad_hook(weakly(arrived, i)) for i, p in parameters]
         self.unhook = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         self.unhook.atexit = False
@@ -337,7 +319,7 @@ class StepWatch:
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:
         """Before an optimizer steps our parameters: exchange, and hide what the compressor applies."""
-        engine = self.watched
+        engine = self.engine
         if not self.owns(optimizer):
             if self._concerns(optimizer):
                 if self.alone:
@@ -366,7 +348,7 @@ class StepWatch:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
-        engine = self.watched
+        engine = self.engine
         if self.owns(optimizer):
             engine.adoption.show()
             self.updated()
@@ -380,7 +362,7 @@ class StepWatch:
 
         @untraced
         def followed() -> Any:
-            results = self.watched.results
+            results = self.engine.results
             results.in_closure = True
             try:
                 # The optimizer runs it with its options hidden; a backward pass in it reads them.

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from dgc.adapter.engine import Uncopied
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.checkpoint import gather_bytes
@@ -61,7 +60,7 @@ def owners_of(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     return found
 
 
-class ZeroRedundancyOptimizer(Uncopied, Optimizer):
+class ZeroRedundancyOptimizer(Optimizer):
     """Any torch optimizer, of which every rank holds and steps its share of the parameters.
 
     Each rank keeps the optimizer state of about 1/P of the elements; after its update it broadcasts the new values to
@@ -93,11 +92,6 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
 
     _ready = False
     _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
-
-    uncopied = (
-        "a ZeroRedundancyOptimizer cannot be copied, pickled or saved itself: it is one rank's share. Call "
-        "consolidate_state_dict() on all ranks, save state_dict(), and load_state_dict() it into a new optimizer"
-    )
 
     def __init__(
         self,
@@ -429,6 +423,13 @@ class ZeroRedundancyOptimizer(Uncopied, Optimizer):
         if not 0 <= rank < len(partition):
             raise LayoutError(f"rank is {rank}, but the state dict was made by ranks 0 to {len(partition) - 1}")
         return _local_dict(state_dict, partition[rank])
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Neither ``copy`` nor ``pickle``."""
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied, pickled or saved itself: it is one rank's share. Call "
+            "consolidate_state_dict() on all ranks, save state_dict(), and load_state_dict() it into a new optimizer"
+        )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

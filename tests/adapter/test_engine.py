@@ -76,13 +76,12 @@ def test_who_asks_is_told_of_each_step_once_and_no_more_after_an_error(names, ca
     def one_rank(transport):
         engine, told, failed = FakeEngine(transport, CONFIG, names), [], []
 
-        @engine.on_step
         def fails(figures):
             failed.append(figures["step"])
             if figures["step"] == 1:
                 raise OSError("no space left on device")
 
-        engine.on_step(told.append)
+        engine.observers += [fails, told.append]
         for step in range(3):
             engine.step(step)
         engine.step(3, scale=float("nan"))

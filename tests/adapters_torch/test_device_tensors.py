@@ -13,11 +13,9 @@ from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.device import DeviceKernels
 from dgc.errors import ConfigError, DGCError
 from dgc.torch import engine as engine_module
-from dgc.torch import gpu as gpu_module
 from dgc.torch import tensors as tensors_module
 from dgc.torch.engine import Engine
-from dgc.torch.gpu import DeviceTensors, HostTensors, Ready, Recorded, tensors_for
-from dgc.torch.tensors import as_array
+from dgc.torch.tensors import DeviceTensors, HostTensors, Ready, Recorded, as_array, tensors_for
 from dgc.transport.local import run_ranks
 
 
@@ -159,8 +157,8 @@ def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
             return NumbaKernels(1)
         raise ConfigError(f"no kernels for {device} in this test")
 
-    monkeypatch.setattr(gpu_module, "choose_kernels", refuse)
-    gpu_module._warn_once.cache_clear()
+    monkeypatch.setattr(tensors_module, "choose_kernels", refuse)
+    tensors_module._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="pass through host memory: no kernels for gpu:1 in this test"):
         assert isinstance(tensors_for([OnGPU("cuda:1"), OnGPU("cuda:1")]), HostTensors)
     with warnings.catch_warnings():
@@ -172,7 +170,7 @@ def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
 
 def test_a_gpu_with_kernels_is_used(monkeypatch):
     kernels = SimpleNamespace(device=SimpleNamespace(allocate_with=lambda allocate, free: None))
-    monkeypatch.setattr(gpu_module, "choose_kernels", lambda device: kernels if device == "gpu:2" else None)
+    monkeypatch.setattr(tensors_module, "choose_kernels", lambda device: kernels if device == "gpu:2" else None)
     chosen = tensors_for([OnGPU("cuda:2"), OnGPU("cuda:2")])
     assert isinstance(chosen, DeviceTensors)
     assert chosen.kernels is kernels
@@ -227,8 +225,8 @@ def test_no_rank_exchanges_while_one_captures_a_graph(capturing, monkeypatch):
 
 
 def test_a_compressor_that_works_on_the_host_says_so_once(monkeypatch):
-    monkeypatch.setattr(gpu_module, "choose_kernels", lambda device: NumbaKernels(1))
-    gpu_module._warn_once.cache_clear()
+    monkeypatch.setattr(tensors_module, "choose_kernels", lambda device: NumbaKernels(1))
+    tensors_module._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="'qsgd' works there.* dgc, and topk .* work on the GPU"):
         assert isinstance(tensors_for([OnGPU("cuda:1")], "qsgd"), HostTensors)
     with warnings.catch_warnings():
@@ -249,8 +247,7 @@ def test_what_passes_through_the_host_is_staged_in_page_locked_memory(dtype, mon
         staged.append(torch.zeros(n, dtype=kind))
         return staged[-1]
 
-    for module in (tensors_module, gpu_module):
-        monkeypatch.setattr(module, "staging", staging)
+    monkeypatch.setattr(tensors_module, "staging", staging)
     x = torch.arange(12.0).view(3, 4).to(dtype)
     on_gpu = x.as_subclass(SaysItIsOnGPU)
     array, result = as_array(on_gpu.t()), HostTensors().result(on_gpu)

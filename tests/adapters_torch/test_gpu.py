@@ -8,7 +8,7 @@ import torch
 from dgc.core.compressors import make_config
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine import Engine
-from dgc.torch.gpu import DeviceTensors
+from dgc.torch.tensors import DeviceTensors
 from dgc.transport.local import run_ranks
 
 pytestmark = [
