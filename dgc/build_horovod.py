@@ -500,11 +500,10 @@ def fetch_sources(work: Path, sdist: Path | None, log: Path) -> Path:
     return work / f"horovod-{HOROVOD_VERSION}"
 
 
-def build_environment(tools: Toolchain, options: Mapping[str, str]) -> dict[str, str]:
+def build_environment(tools: Toolchain) -> dict[str, str]:
     """The environment variables of the build."""
     environment = {
         **os.environ,
-        **options,
         "PATH": f"{environment_bin()}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "CXX": str(tools.compiler),
         "HOROVOD_CMAKE": str(tools.cmake),
@@ -523,7 +522,7 @@ def build_environment(tools: Toolchain, options: Mapping[str, str]) -> dict[str,
     return environment
 
 
-def build(tools: Toolchain, options: Mapping[str, str], sdist: Path | None, log: Path) -> Path:
+def build(tools: Toolchain, sdist: Path | None, log: Path) -> Path:
     """Build the wheel in a temporary directory and move it next to `log`; return its path there."""
     with tempfile.TemporaryDirectory(prefix="build-horovod-") as folder:
         work = Path(folder)
@@ -533,7 +532,7 @@ def build(tools: Toolchain, options: Mapping[str, str], sdist: Path | None, log:
         command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--verbose"]
         command += ["--wheel-dir", str(wheels), str(source)]
         what = f"Compiling Horovod {HOROVOD_VERSION} (some 5 to 10 minutes on two cores)"
-        run_logged(what, command, log, env=build_environment(tools, options))
+        run_logged(what, command, log, env=build_environment(tools))
         wheel = next(wheels.glob("horovod-*.whl"))
         if tools.mpi_in_environment:
             wheel = make_relocatable(wheel, work)
@@ -654,7 +653,7 @@ def provide(arguments: argparse.Namespace) -> None:
         else:
             log = entry / "build.log"
             log.unlink(missing_ok=True)
-            wheel = build(tools, options, arguments.sdist, log)
+            wheel = build(tools, arguments.sdist, log)
             say(f"Built {wheel} ({wheel.stat().st_size / 1e6:.0f} MB)")
         if arguments.install:
             install(wheel, tools)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias
 
@@ -122,22 +121,16 @@ class EngineBase(abc.ABC):
                 for (name, text), (m, n, w) in zip(self.layout.describe().items(), options, strict=True)
             }
 
-        with self._closed_if_it_fails():
+        try:
             agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
+        except BaseException:  # the caller's transport is the caller's
+            for each in self._nodes:
+                each.close()
+            raise
         # A compressor that is dropped without close() must not leave threads and buffers behind. Not at exit, where
         # the other ranks may be gone already.
         self._at_end = weakref.finalize(self, close_all, self._exchanges, *self._nodes, self.transport)
         self._at_end.atexit = False
-
-    @contextlib.contextmanager
-    def _closed_if_it_fails(self) -> Iterator[None]:
-        """What construction has opened beside the caller's transport is closed where an error ends it."""
-        try:
-            yield
-        except BaseException:
-            for each in self._nodes:
-                each.close()
-            raise
 
     # -- what it does --------------------------------------------------------------------------------------------
 
@@ -363,11 +356,12 @@ def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str]
     """Warn of patterns that fit no name, once in a process: compressors are built again and again."""
     nothing = [f"{option}={p!r}" for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if nothing:
-        _warn_once(f"no {what} fits {', '.join(nothing)}; names are {', '.join(names[:4])}, ...")
+        warn_once(f"no {what} fits {', '.join(nothing)}; names are {', '.join(names[:4])}, ...")
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Warn of something once in a process."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 

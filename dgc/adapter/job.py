@@ -307,7 +307,6 @@ def check_placeholder(value: float, *, op: str, size: int) -> None:
     if op == "sum" and abs(value - 1.0) < 1e-3:
         raise ConfigError("the compressor has op=Sum but Horovod averages the gradients; pass op=hvd.Sum to both")
     raise ConfigError(
-        f"the ranks' placeholders reduced to {value:g} instead of {expected:g}: a rank has joined (hvd.join), or the "
-        "op is not one the compressor supports; give every rank the same number of batches (repeat or drop some) "
-        "instead of hvd.join(), or call dgc.torch.join(compression) in its place (PyTorch)"
+        f"the ranks' placeholders reduced to {value:g} instead of {expected:g}: {JOINED}; or the op is not one that "
+        "the compressor supports"
     )

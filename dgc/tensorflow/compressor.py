@@ -98,7 +98,10 @@ class DGCCompressor(HorovodCompressor):
                 self.engine.indices(variables)
             return
         HOROVOD.require_ready()
-        _refuse_sessions()
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            raise ConfigError(
+                "TensorFlow 1's graphs and sessions are not supported; call the optimizer eagerly or in a tf.function"
+            )
 
         def open_engine(transport: Transport) -> Engine:
             return self._open_engine(list(variables), optimizer, transport, process_set)
@@ -126,13 +129,6 @@ class DGCCompressor(HorovodCompressor):
         adoption, self.adoption = self.adoption, None
         if adoption is not None:
             adoption.undo()
-
-
-def _refuse_sessions() -> None:
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        raise ConfigError(
-            "TensorFlow 1's graphs and sessions are not supported; call the optimizer eagerly or in a tf.function"
-        )
 
 
 class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCompressor]):

@@ -223,6 +223,7 @@ class Engine(EngineBase):
     Attributes:
         variables: those that the compressor was built for, in registration order.
         groups: of variables that are exchanged together.
+        group_of: the group that was made for a variable, by its index.
         kinds: of each variable's gradient: DENSE or NONE; None before the first step.
     """
 
@@ -251,7 +252,7 @@ class Engine(EngineBase):
         self._lacks_residuals = lacks_residuals
         self._index = {id(v): i for i, v in enumerate(self.variables)}
         self.groups: list[Group] = []
-        self._group_of: dict[int, Group] = {}
+        self.group_of: dict[int, Group] = {}
         self.kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
         self._dense: set[int] = set()
@@ -354,10 +355,10 @@ class Engine(EngineBase):
     def group(self, indices: Sequence[int]) -> Group:
         """The group of these variables and of those that have no gradient now; the first call makes it."""
         indices = tuple(indices)
-        known = self._group_of.get(indices[0])
+        known = self.group_of.get(indices[0])
         if known is not None and set(indices) == {i for i in known.indices if i in self._dense or i in indices}:
             return known
-        taken = [i for i in indices if i in self._group_of]
+        taken = [i for i in indices if i in self.group_of]
         if taken:
             self.fail(
                 LayoutError(
@@ -369,13 +370,9 @@ class Engine(EngineBase):
         made = Group(indices, self._layout_of(indices), variables, self._config, self.between, self._loss_scale)
         self.groups.append(made)
         self._exchanges.append(made.exchange)
-        self._group_of.update(dict.fromkeys(indices, made))
+        self.group_of.update(dict.fromkeys(indices, made))
         self._absorb_slots([made])
         return made
-
-    def group_of(self, index: int) -> Group:
-        """The group that was made for a variable."""
-        return self._group_of[index]
 
     def exchange(
         self,
@@ -389,7 +386,7 @@ class Engine(EngineBase):
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.taken
-        group = self._group_of[indices[0]]
+        group = self.group_of[indices[0]]
         self.follow_moment(group)
         made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
         if self.observers:

@@ -290,7 +290,7 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
         *gradients, sum_of_ones, probed = arrays[: count + 2]
         # Ranks that still train see the same placeholder; one that has joined could not be sent an error.
         check_placeholder(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
-        group = engine.group_of(indices[0])
+        group = engine.group_of[indices[0]]
         own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
         if not np.array_equal(own, probed, equal_nan=True):
             group.fail(

@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import ml_dtypes
@@ -21,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from dgc.adapter.engine import warn_once
 from dgc.core.layout import Parameter
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
@@ -162,17 +161,10 @@ def warn_of_copies(variables: Sequence[Variable]) -> None:
     specs = [tf.DeviceSpec.from_string(raw_variable(v).device or "") for v in variables]
     devices = sorted({f"{s.device_type}:{s.device_index}" for s in specs if s.device_type not in (None, "CPU")})
     if devices:
-        _warn_of(", ".join(devices))
-
-
-@cache
-def _warn_of(devices: str) -> None:
-    warnings.warn(
-        f"gradients pass through host memory: TensorFlow copies them there from {devices}, and results back, in every "
-        "step; PyTorch's dgc and topk work on the GPU",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+        warn_once(
+            f"gradients pass through host memory: TensorFlow copies them there from {', '.join(devices)}, and results "
+            "back, in every step; PyTorch's dgc and topk work on the GPU"
+        )
 
 
 Step = Callable[[list[np.ndarray], "float | None", list[np.ndarray]], "tuple[list[np.ndarray], int]"]

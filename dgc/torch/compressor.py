@@ -115,7 +115,7 @@ class DGCCompressor(HorovodCompressor):
                 warn_of_thin_updates(updating_class(optimizer).__name__, self.config)
         if optimizer is not None and (mark := take_mark(optimizer.param_groups)) and not had_state:
             if self.engine is not None:
-                self.engine.watch.saved.bound_after_steps(mark)
+                self.engine.watch.saved.mark = mark
             elif self.takes_part and is_of_moment(optimizer, mark):
                 warnings.warn(_DROPPED, RuntimeWarning, stacklevel=3)
         if stock and self.engine is not None:
@@ -130,7 +130,8 @@ class DGCCompressor(HorovodCompressor):
         return state
 
     def _require_states(self, state: object, resize: bool) -> list[Any]:
-        states: list[Any] = tree_map_only(torch.Tensor, _array, super()._require_states(state, resize))
+        given = super()._require_states(state, resize)
+        states: list[Any] = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().numpy(), given)
         return states
 
     def _read_loss_scale(self, value: object) -> LossScale:
@@ -195,10 +196,6 @@ def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list
             "can be used once only)"
         )
     return pairs
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
 
 
 def _layout_of(

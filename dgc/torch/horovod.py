@@ -260,7 +260,7 @@ class _Announcing(list[dict[str, Any]]):
         """Torch's constructor makes a list of its own of the groups."""
         base, report = self.base(), self.report()
         if base is not None and report is not None:
-            built = _optimizer_among(_frames(_NEAR), lambda found: _is_being_built(found, base))
+            built = _caller(lambda found: _is_being_built(found, base))
             if built is not None:
                 base.param_groups = list(list.__iter__(self))
                 report(built)
@@ -285,7 +285,7 @@ def announce_owner(base: torch.optim.Optimizer, report: Owned) -> None:
 
 def find_owner(compressor: object) -> torch.optim.Optimizer:
     """The Horovod optimizer that is calling ``compress()``."""
-    owner = _optimizer_among(_frames(_NEAR), lambda found: getattr(found, "_compression", None) is compressor)
+    owner = _caller(lambda found: getattr(found, "_compression", None) is compressor)
     if owner is None:
         raise ConfigError("compress() was called by something else than a Horovod DistributedOptimizer for PyTorch")
     return owner
@@ -328,8 +328,6 @@ def _is_being_built(found: torch.optim.Optimizer, base: torch.optim.Optimizer) -
     )
 
 
-def _optimizer_among(
-    callers: list[FrameType], wanted: Callable[[torch.optim.Optimizer], bool]
-) -> torch.optim.Optimizer | None:
-    candidates = (frame.f_locals.get("self") for frame in callers)
+def _caller(wanted: Callable[[torch.optim.Optimizer], bool]) -> torch.optim.Optimizer | None:
+    candidates = (frame.f_locals.get("self") for frame in _frames(_NEAR + 1))
     return next((c for c in candidates if isinstance(c, torch.optim.Optimizer) and wanted(c)), None)

@@ -63,6 +63,7 @@ class SavedState:
 
     Attributes:
         pending: what was loaded or broadcast since the last step.
+        mark: of what was loaded, or of the groups of an optimizer when it was bound to a compressor without a state.
     """
 
     def __init__(self, adoption: Adoption, loaded: Callable[[], None]) -> None:
@@ -71,7 +72,7 @@ class SavedState:
         self._when_loaded = loaded
         self._warned = self._has_stepped = False
         self.pending = Change()
-        self._mark = ""  # of what was loaded since the last step
+        self.mark = ""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Register hooks on this optimizer's saving and loading; they do not keep this object alive."""
@@ -87,25 +88,21 @@ class SavedState:
         """
         self.pending, self._has_stepped = Change(kept=True), True
 
-    def bound_after_steps(self, mark: str) -> None:
-        """The optimizer's groups held this mark when it was bound, and the compressor no state."""
-        self._mark = mark
-
     def made_state(self) -> None:
         """Torch's distributed checkpoints let the optimizer make its state, which they then save or load."""
         self.pending = self.pending._replace(distributed=True)
 
     def take_over(self, other: SavedState) -> None:
         """Go on from what another one of the same engine knows."""
-        self.pending, self._has_stepped, self._mark = other.pending, other._has_stepped, other._mark
+        self.pending, self._has_stepped, self.mark = other.pending, other._has_stepped, other.mark
 
     def forget(self) -> None:
         """Nothing was loaded or broadcast."""
-        self.pending, self._mark = Change(), ""
+        self.pending, self.mark = Change(), ""
 
     def change(self, transport: Transport, owner: torch.optim.Optimizer | None) -> Change:
         """What happened since the last step, which the owner makes; collective after a broadcast."""
-        change = self.pending._replace(stepped=bool(self._mark and owner) and is_of_moment(owner, self._mark))
+        change = self.pending._replace(stepped=bool(self.mark and owner) and is_of_moment(owner, self.mark))
         if change.kept:
             change = change._replace(restored=False, stepped=False)
         if change.broadcast:
@@ -152,7 +149,7 @@ class SavedState:
             for p, key in zip(group["params"], packed["params"], strict=True):
                 if p in moments:
                     saved["state"][key] = {**saved["state"][key], "exp_avg": moments[p]}
-        mark = moment_of(optimizer) if self._has_stepped else self._mark
+        mark = moment_of(optimizer) if self._has_stepped else self.mark
         if not mark:
             return
         sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
@@ -166,7 +163,7 @@ class SavedState:
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch will say what is wrong with it
         groups = [dict(group) for group in saved.get("param_groups", ())]
-        self._mark = take_mark([*groups, dict(saved)])
+        self.mark = take_mark([*groups, dict(saved)])
         state = {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}
         return {**saved, "state": state, "param_groups": groups}
 

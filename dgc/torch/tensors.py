@@ -9,15 +9,15 @@ memory.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
+from dgc.adapter.engine import warn_once
 from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.layout import Parameter
@@ -357,23 +357,18 @@ def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None
     if all(device.type == "cpu" for device in devices):
         return HostTensors()
     if algorithm is not None:
-        _warn_once(
+        warn_once(
             f"gradients pass through host memory: compressor {algorithm!r} works there with these options; "
             "dgc, and topk unless it has threshold='global', work on the GPU"
         )
         return HostTensors()
     if len(devices) > 1 or next(iter(devices)).type != "cuda":
         names = ", ".join(sorted(str(device) for device in devices))
-        _warn_once(f"gradients pass through host memory: the parameters lie on {names}, not all on one GPU")
+        warn_once(f"gradients pass through host memory: the parameters lie on {names}, not all on one GPU")
         return HostTensors()
     device = devices.pop()
     try:
         return DeviceTensors(cast("DeviceKernels", choose_kernels(f"gpu:{device.index or 0}")), TorchStreams(device))
     except ConfigError as error:
-        _warn_once(f"gradients pass through host memory: {error}")
+        warn_once(f"gradients pass through host memory: {error}")
         return HostTensors()
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -158,7 +158,7 @@ def test_a_gpu_without_kernels_falls_back_with_one_warning(monkeypatch):
         raise ConfigError(f"no kernels for {device} in this test")
 
     monkeypatch.setattr(tensors_module, "choose_kernels", refuse)
-    tensors_module._warn_once.cache_clear()
+    tensors_module.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="pass through host memory: no kernels for gpu:1 in this test"):
         assert isinstance(tensors_for([OnGPU("cuda:1"), OnGPU("cuda:1")]), HostTensors)
     with warnings.catch_warnings():
@@ -226,7 +226,7 @@ def test_no_rank_exchanges_while_one_captures_a_graph(capturing, monkeypatch):
 
 def test_a_compressor_that_works_on_the_host_says_so_once(monkeypatch):
     monkeypatch.setattr(tensors_module, "choose_kernels", lambda device: NumbaKernels(1))
-    tensors_module._warn_once.cache_clear()
+    tensors_module.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="'qsgd' works there.* dgc, and topk .* work on the GPU"):
         assert isinstance(tensors_for([OnGPU("cuda:1")], "qsgd"), HostTensors)
     with warnings.catch_warnings():

@@ -115,7 +115,8 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path):
 def test_the_builds_environment_agrees_with_what_was_found(monkeypatch):
     monkeypatch.setenv("HOROVOD_WITH_TENSORFLOW", "1")
     monkeypatch.setenv("MAKEFLAGS", "w --jobserver-auth=3,4")
-    environment = build_horovod.build_environment(make_toolchain(), {"HOROVOD_GPU_OPERATIONS": "NCCL"})
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    environment = build_horovod.build_environment(make_toolchain())
     assert environment["HOROVOD_WITH_PYTORCH"] == environment["HOROVOD_WITH_MPI"] == "1"
     assert environment["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
     assert "HOROVOD_WITH_TENSORFLOW" not in environment
@@ -264,7 +265,7 @@ def test_a_wheel_is_built_once_and_found_after_that(tmp_path, monkeypatch, capsy
     """The minutes of compiling are replaced by a note that they would be spent."""
     done = []
 
-    def build(tools, options, sdist, log):
+    def build(tools, sdist, log):
         done.append("build")
         wheel = log.with_name("horovod-0.28.1-test.whl")
         wheel.write_bytes(b"a wheel")
