@@ -8,7 +8,6 @@ Source: PaddlePaddle 1.6, ``fluid.optimizer.DGCMomentumOptimizer``.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,9 +33,6 @@ COMPRESSED_TYPES = ("float32",)
 
 CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
 """Options of the core that Paddle does not have, and that its optimizer here takes as well."""
-
-_NEVER = 2**62
-"""A first compressed step that no run reaches."""
 
 _PARAMETERS = (
     "give the parameters as the first argument, params (PyTorch), or to apply_gradients or minimize (TensorFlow)"
@@ -231,20 +227,8 @@ def require_parameters(params: object) -> None:
         )
 
 
-def config_for(options: PaddleOptions, parameters: Sequence[Parameter], ranks: int) -> DGCConfig:
-    """The core's options for these parameters in a job of ``ranks`` processes; one process compresses nothing.
-
-    Paddle refuses to run then; here a script can be tried out without a launcher, with a warning.
-    """
-    config = options.to_config(parameters)
-    if ranks == 1:
-        warn_of_one_process()
-        config = dataclasses.replace(config, rampup_begin_step=_NEVER)
-    return config
-
-
 def warn_of_one_process() -> None:
-    """Where Paddle raises "DGC is not useful"."""
+    """Where Paddle raises "DGC is not useful", a script can be tried out without a launcher."""
     warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=4)
 
 

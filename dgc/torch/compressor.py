@@ -89,6 +89,10 @@ class DGCCompressor(HorovodCompressor):
         require_own_shards([(n, p) for n, p in named if optimizer is None or id(p) in owned], self._job)
 
         def open_engine(transport: Transport) -> Engine:
+            job = self.job(process_set)
+            heartbeat = None
+            if isinstance(job, TorchHorovod) and transport.name == "horovod":  # in which a rank may have joined
+                heartbeat = Heartbeat(job, lambda: engine.stats)
             engine = Engine(
                 lambda: _layout_of(named, optimizer),
                 self.config,
@@ -96,13 +100,7 @@ class DGCCompressor(HorovodCompressor):
                 optimizer=optimizer,
                 loss_scale=self._loss_scale,
             )
-            job = self.job(process_set)
-            if isinstance(job, TorchHorovod) and transport.name == "horovod":  # in which a rank may have joined
-                try:
-                    engine.on_step_begin = Heartbeat(job, lambda: engine.stats)
-                except BaseException:
-                    engine.close(keep_transport=True)
-                    raise
+            engine.on_step_begin = heartbeat
             engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, engine.is_scaled)
             return engine
 

@@ -25,9 +25,9 @@ from dgc.adapter.paddle import (
     as_state_error,
     check_regularizer,
     coefficients,
-    config_for,
     one_rate,
     require_keys,
+    warn_of_one_process,
 )
 from dgc.core.config import plain, require_number
 from dgc.core.transport import Transport
@@ -44,6 +44,9 @@ _PLACE = ("iterations", "learning_rate")
 """What a state holds beside the compressor's."""
 
 _NAME = "dgc_momentum"
+
+_NEVER = 2**62
+"""A first compressed step that no run reaches."""
 
 _IS_LEGACY = tf.keras.optimizers.SGD.__module__.startswith("tf_keras")
 
@@ -323,7 +326,10 @@ class MomentumCompressor(DGCCompressor):
 
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
         described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
-        config = config_for(self.options, described, transport.size)
+        config = self.options.to_config(described)
+        if transport.size == 1:
+            warn_of_one_process()
+            config = dataclasses.replace(config, rampup_begin_step=_NEVER)
         self._factors = [self._factor_of(name) for name in names]  # whatever a loaded state calls the variables
         assert self.adoption is not None
         return Engine(variables, config, transport, self.adoption, 1.0, names=names)
