@@ -9,13 +9,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
 import numpy as np
 
 from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import Hyper, Stats
+from dgc.core.exchange.records import Stats
 from dgc.core.layout import Layout
 from dgc.core.state import FORMAT, old_ranks_of, require_fit, require_place, require_sound, resized
 from dgc.core.transport import Transport
@@ -37,13 +37,6 @@ NO_EXCHANGE: Final[dict[str, Any]] = {"density": 1.0, "sparsified_share": 0.0, "
 """What a compressor says of itself there."""
 
 
-class Adopted(Protocol):
-    """What was taken over from an optimizer; the adapters' ``Adoption`` knows the optimizer itself."""
-
-    hyper: Hyper
-    active: bool
-
-
 class EngineBase(abc.ABC):
     """Tensors of one model, the options adopted for them, and the exchanges. Construction is collective.
 
@@ -51,7 +44,7 @@ class EngineBase(abc.ABC):
         names: of the tensors, in registration order.
         transport: connects the ranks; the engine closes it.
         between: what carries gradients: that transport, or one among nodes whose ranks send as one.
-        adoption: what was taken over from the optimizer.
+        adoption: what was taken over from the optimizer: the adapters' ``Adoption``.
         layout: of all tensors that may be exchanged, or of those that are.
         observers: are called with the figures of each step.
         follows: whether ranks without data make the same update as the others after the latest step.
@@ -63,7 +56,7 @@ class EngineBase(abc.ABC):
     """What to do when the ranks' tensors differ."""
 
     names: list[str]
-    adoption: Adopted
+    adoption: Any
     layout: Layout
 
     def __init__(self, config: DGCConfig, transport: Transport) -> None:

@@ -100,12 +100,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     """A constructor for each compressor of this package.
 
     Each returns a compressor to give to a wrapper as ``compression=``, which binds it to the model. For the wrappers of
-    Horovod itself, pass the tensors and the optimizer here (on all ranks together).
-
-    Raises, each of them:
-        TypeError: an unknown option; the message lists the valid ones.
-        ConfigError: an option out of range, momentum applied twice, or Horovod not initialised.
-        LayoutError: ranks disagree about the tensors.
+    Horovod itself, pass the tensors and the optimizer here (on all ranks together). All raise what :meth:`dgc` does.
     """
 
     @by_name

@@ -221,9 +221,8 @@ class Steps(Passes, StepWatch):
         super().__init__(engine)
         self._scaler = scaler
         self._dense = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
-        self.count_passes(engine.parameters, engine.names)
         self.drive(optimizer, self.arrived)
-        self.begin_anew()
+        self.count_passes(engine.parameters, engine.names)
 
     # -- Horovod's methods -----------------------------------------------------------------------------------------
 

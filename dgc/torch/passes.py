@@ -47,6 +47,7 @@ class Passes:
     begun = averaged = False
     _skipping = _replaced = False
     _is_first = True
+    _passes = 1
     _scaler: object = None  # a GradScaler perhaps, whose scale the exchange knows
     _owner: Callable[[], torch.optim.Optimizer | None]
 
@@ -57,8 +58,6 @@ class Passes:
         self._exchanged: dict[int, Exchanged] = {}  # by index
         self._guarded: dict[int, Any] = {}  # by id of a DistributedDataParallel: its hook
         self._guard()
-        self._passes = 1
-        self._left = [1] * len(parameters)  # passes until a gradient is handed over
         self.begin_anew()
         ids = set(map(id, parameters))
         for other in list(_all):  # somebody may still refer to those optimizers
@@ -106,7 +105,7 @@ class Passes:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Add up the gradients of so many backward passes before each exchange."""
         self._passes = passes
-        self._left = [passes] * len(self._left)
+        self._left = [passes] * len(self._parameters)
         if (optimizer := self._owner()) is not None:
             vars(optimizer)["backward_passes_per_step"] = passes
 
@@ -134,7 +133,7 @@ class Passes:
         self._exchanged = {}
         if (optimizer := self._owner()) is not None:
             self._passes = vars(optimizer)["backward_passes_per_step"]  # which scripts set
-        self._left = [self._passes] * len(self._left)
+        self._left = [self._passes] * len(self._parameters)  # passes until a gradient is handed over
         self.begun = self.averaged = False
 
     def give_up(self) -> None:

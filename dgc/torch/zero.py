@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.checkpoint import gather_bytes
 from dgc.torch.distributed import TorchJob, job_of
@@ -83,13 +82,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     param_groups: list[Group]
     defaults: dict[str, Any]
-    state: defaultdict[Any, Any]
+    state: Any
     optim: Optimizer
     optimizer_class: type[Optimizer]
-    _job: TorchJob
-    _transport: Transport
-    _owners: list[list[int]]
-
     _ready = False
     _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
 

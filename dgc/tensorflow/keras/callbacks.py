@@ -292,15 +292,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             epoch += 1.0 / self._steps()
             return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
 
-        super().__init__(
-            initial_lr,
-            multiplier,
-            start_epoch=0,
-            end_epoch=warmup_epochs,
-            staircase=False,
-            momentum_correction=momentum_correction,
-            steps_per_epoch=steps_per_epoch,
-        )
+        super().__init__(initial_lr, multiplier, 0, warmup_epochs, staircase=False, steps_per_epoch=steps_per_epoch)
 
 
 def _turn_off_xla(model: tf.keras.Model) -> None:
