@@ -11,6 +11,7 @@ Keras users find the optimizer and the callbacks in ``dgc.tensorflow.keras``.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from dgc import errors
@@ -38,15 +39,8 @@ __all__ += paddle.__all__
 
 
 def __getattr__(name: str) -> Any:
-    # They are Keras optimizers, and Keras takes a second to import.
-    if name == "DGCMomentum":
-        from dgc.tensorflow.keras.momentum import DGCMomentum
-
-        return DGCMomentum
-    if name == "DistributedOptimizer":
-        from dgc.tensorflow.keras.optimizer import DistributedOptimizer
-
-        return DistributedOptimizer
+    if name in ("DGCMomentum", "DistributedOptimizer"):  # Keras optimizers, and Keras takes a second to import
+        return getattr(importlib.import_module("dgc.tensorflow.keras"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
