@@ -266,7 +266,7 @@ def with_steps_the_second_moment_gets_a_longer_memory_after_30_percent_of_them()
         optimizer, _ = wrap("b", model, adamw(model.parameters(), betas=(0.9, own)), steps=20)
         optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(o.param_groups[0]["betas"]))
         train(optimizer, model, 10)
-        assert seen == [(0.9, own)] * 4 + [(0.0, own)] * 2 + [(0.0, later)] * 4  # dense in the first fifth of so few
+        assert seen == [(0.0, own)] * 6 + [(0.0, later)] * 4
         assert optimizer.param_groups[0]["betas"] == (0.9, own)
 
 
