@@ -188,13 +188,9 @@ class Schedule:
     begin: int = 0
     length: int = 1
 
-    def is_dense(self, step: int) -> bool:
-        """Whether ``step`` lies before the ramp-up, where the exchange is dense."""
-        return step < self.begin
-
     def density(self, step: int) -> float:
         """Share of entries sent at ``step``: 1 before the ramp-up, ``1 - sparsity`` after its begin."""
-        if self.is_dense(step):
+        if step < self.begin:
             return 1.0
         i = (step - self.begin) * len(self.sparsity) // self.length
         return 1.0 - self.sparsity[min(i, len(self.sparsity) - 1)]

@@ -178,7 +178,7 @@ def test_schedule_is_paddles_table():
     expected = [five[min(step // 20, 4)] for step in range(120)]
     assert [round(1 - schedule.density(step), 9) for step in range(120)] == [round(s, 9) for s in expected]
     one_each = Schedule(five, begin=3, length=5)
-    assert [one_each.is_dense(s) for s in range(4)] == [True, True, True, False]
+    assert [one_each.density(s) for s in range(3)] == [1, 1, 1]
     assert [round(1 - one_each.density(3 + s), 9) for s in range(7)] == [*(round(s, 9) for s in five), 0.999, 0.999]
     assert one_each.ramp_end() == 7
     assert (schedule.selects_from(), one_each.selects_from()) == (0, 3)

@@ -630,11 +630,9 @@ class TopKEncoder(Encoder):
         at.start_message()
         if not plan.is_active:
             return
-        begun, at.begun = at.begun, None
-        if begun is not None:
-            selection = begun()
-        else:
-            selection = self._kernels.accumulate_and_select(self._work(at), state.u, state.v, state.thresholds)
+        begun = at.begun or self._kernels.begin_selection(self._work(at), state.u, state.v, state.thresholds)
+        at.begun = None
+        selection = begun()
         positions, values = selection.positions, selection.values
         if plan.mode is Mode.SPARSE:
             values = plan.codec.encode(positions, values, at.sender.payload)

@@ -587,7 +587,7 @@ class Exchange:
         number, hyper = self.state.step, options.hyper or self._hyper
         context = StepContext(
             step=number,
-            density=None if self.schedule.is_dense(number) else self.schedule.density(number),
+            density=None if number < self.schedule.begin else self.schedule.density(number),
             hyper=hyper,
             loss_scale=1.0 if callable(scale) else float(scale),
             coming_scale=scale if callable(scale) else None,

@@ -133,7 +133,7 @@ class Oracle:
         v = [[np.zeros(p.numel, np.float32) for p in specs] for _ in range(self.ranks)]
         f = np.float32
         for step in range(steps):
-            dense_step = schedule.is_dense(step)
+            dense_step = step < schedule.begin
             for i, p in enumerate(specs):
                 grads = [gradient(step, r, i, p.numel, seed=seed) for r in range(self.ranks)]
                 if dense_step or sent_dense(p, config):
