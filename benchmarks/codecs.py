@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from dgc.core import codecs, header
+from dgc.core import codecs
+from dgc.core.message import HEADER_BYTES
 
 ELEMENTS = 25_500_000  # ResNet-50
 SEGMENTS = 54
@@ -105,7 +106,7 @@ def pairs(rows: list[Row]) -> list[Pair]:
     result = []
     for index in (row for row in rows if row.kind == "index"):
         for value in (row for row in rows if row.kind == "value" and row.k == index.k):
-            total = index.bytes + value.bytes + header.HEADER_BYTES
+            total = index.bytes + value.bytes + HEADER_BYTES
             result.append(Pair(index.codec, value.codec, index.k, index.n * DENSE_BYTES / total))
     return result
 
