@@ -82,6 +82,26 @@ def test_a_ramp_up_that_begins_with_everything_is_rehearsed_with_entries():
     assert done.stdout == "1\n", done.stderr
 
 
+SOMEBODYS = """
+    from dgc.adapter.rehearsal import compiled
+    from dgc.core.compressors import make_config, register
+    from dgc.core.compressors.quantizers import Onebit
+    from dgc.core.kernels import choose_kernels, cpu
+    @register
+    class Somebodys(Onebit):
+        name, number = "somebodys", 140
+        def encode(self, *arguments):
+            raise AssertionError("before the first step")
+    compiled(make_config({}, algorithm="somebodys"), lambda: choose_kernels("cpu"), lambda kernels: kernels)
+    print(len(cpu.update_tiles.signatures))
+"""
+
+
+def test_what_a_compressor_of_somebody_else_shares_with_ours_is_compiled_without_calling_it():
+    done = run_script(SOMEBODYS)
+    assert done.stdout == "1\n", done.stderr
+
+
 COUNTING = """
     from numba.core import event
     from numba.core.dispatcher import Dispatcher
