@@ -578,8 +578,16 @@ class Exchange:
 
         Raises:
             DGCError: no step can begin; see :meth:`Step.require_usable`.
+            LayoutError: one is under way, since an exception has ended it here. All ranks get it.
         """
         self.latest.require_usable()
+        if self.in_step:
+            self.fail(
+                LayoutError(
+                    "a step begins while another one is under way; where an exception has ended that one, call reset() "
+                    "on all ranks before the next one"
+                )
+            )
         scale = self.loss_scale() if callable(self.loss_scale) else self.loss_scale
         if not callable(scale) and (refused := refused_scale(scale)) is not None:
             self.latest.announce(refused)

@@ -53,6 +53,23 @@ def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_
     assert run_ranks(2, rank) == [1, 1]
 
 
+def test_a_step_that_begins_while_another_one_is_under_way_is_an_error_on_all_ranks():
+    def rank(transport):
+        exchange = make_exchange(transport, sparsity=0.9)
+        grads = first_gradients(transport.rank)
+        if transport.rank == 1:  # an interrupt, say, in the middle of the first one
+            exchange.begin()
+            exchange.submit(0, grads[0], np.empty_like(grads[0]))
+        with pytest.raises(LayoutError, match=r"a step begins while another one is under way; .* call reset"):
+            run_step(exchange, grads)
+        exchange.reset()
+        run_step(exchange, grads)
+        exchange.close()
+        return exchange.state.step
+
+    assert run_ranks(2, rank) == [1, 1]
+
+
 @pytest.mark.parametrize("after", ["next step", "finish", "reset"])
 def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(after):
     """It is raised on its own rank at once; the step that it came too late for counts on all ranks alike."""
