@@ -7,7 +7,6 @@ counts the pieces that were taken and that are done.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import numba
@@ -75,7 +74,8 @@ class NumbaKernels(Kernels):
         strips, sums = np.empty((threads, STRIP), np.float32), np.empty((threads, SUM_LANES))
         partial = np.empty(tiles)
         self._team.run(threads, tile_sums, tiles, table, firsts, strips, sums, partial)
-        return np.array([math.fsum(partial[first:stop]) for first, stop in itertools.pairwise(firsts)])
+        with np.errstate(over="ignore"):
+            return np.array([partial[first:stop].sum() for first, stop in itertools.pairwise(firsts)])
 
     @property
     def overlaps(self) -> bool:  # noqa: D102

@@ -372,6 +372,10 @@ def test_norms_leave_out_what_is_not_finite_in_whichever_tile(dtype):
             np.testing.assert_array_equal(other, sums[0])
 
 
+def test_a_norm_beyond_float64_is_infinite():
+    assert NumbaKernels(1).sums_of_squares([np.full(3 * TILE, 7e151)]) == np.inf
+
+
 # -- passes that other threads begin with ------------------------------------------------------------------------------
 
 SEGMENTS = (200_000, 131_072, 70_000, 3)
