@@ -90,6 +90,7 @@ def without_loss_scale(optimizer: Optimizer) -> Any:
 
 def optimizer_variables(optimizer: Optimizer | None) -> list[Any]:
     """All variables of an optimizer, the learning rate among them, which legacy Keras does not list."""
+    family(optimizer)  # refuses those whose variables are a method
     listed = list(getattr(optimizer, "variables", []))
     rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
     return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed

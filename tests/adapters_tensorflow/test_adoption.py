@@ -7,7 +7,8 @@ import pytest
 import tf_keras
 
 from dgc.core.compressors import make_config
-from dgc.tensorflow.adoption import Adoption
+from dgc.errors import ConfigError
+from dgc.tensorflow.adoption import Adoption, optimizer_variables
 
 TWICE = {
     "keras Adam": keras.optimizers.Adam,
@@ -28,6 +29,11 @@ ONCE = {
 def test_a_first_moment_behind_the_compressors_momentum_is_told(kind):
     with pytest.warns(RuntimeWarning, match=r"smooths .* once more, by beta1=0\.9.*leave momentum out"):
         Adoption(TWICE[kind](), make_config({"momentum": 0.9}, algorithm="dgc"))
+
+
+def test_variables_of_an_optimizer_that_is_not_supported_are_refused_by_its_name():
+    with pytest.raises(ConfigError, match=r"tf_keras\.optimizers\.legacy\.SGD is not supported"):
+        optimizer_variables(tf_keras.optimizers.legacy.SGD())
 
 
 @pytest.mark.parametrize("kind", ONCE)
