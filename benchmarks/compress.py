@@ -24,6 +24,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from dgc.adapter.rehearsal import compiled
 from dgc.core.codecs import SparseCodec
 from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.exchange.exchange import clip_factors
@@ -314,7 +315,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the results go")
     options = parser.parse_args()
     shapes = MODELS[options.model]()
-    print(f"{options.model}: {len(shapes)} tensors; {NumbaKernels(max(options.threads)).describe()}")
+    kernels = compiled(DGCConfig(), lambda: NumbaKernels(max(options.threads)), lambda made: made)
+    print(f"{options.model}: {len(shapes)} tensors; {kernels.describe()}")
     print(f"{'density':>8} {'threads':>7} {'case':<14} {'ms':>9} {'ratio':>7} {'first ms':>9} {'exact':>8}")
     rows: list[Row] = []
     for density in options.densities:
