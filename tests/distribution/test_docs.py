@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dgc.core.compressors import make_config
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -42,6 +44,21 @@ def test_python_blocks_are_python(path):
     for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE):
         for part in re.split(r"^\.\.\.\n", block, flags=re.MULTILINE):
             ast.parse(textwrap.dedent(part))
+
+
+def test_the_pages_say_what_steps_chooses():
+    """The table of lengths, and what is said of one training."""
+    page = (DOCS / "choosing.md").read_text()
+    rows = re.findall(r"^\| ([\d,]+)(?: and (?:fewer|more))? \| ([\d.]+) %.*? \| ([\d.]+) %", page, re.MULTILINE)
+    said = [(length, adaptive, share) for length, *both in rows for adaptive, share in enumerate(both)]
+    for text in (page, (REPOSITORY / "README.md").read_text()):
+        said += [
+            (length, True, share) for length, share in re.findall(r"`steps=(\d+)` (?:would )?sends? ([\d.]+) %", text)
+        ]
+    assert len(said) == 2 * 7 + 2
+    for length, adaptive, share in said:
+        config = make_config({"steps": int(length.replace(",", ""))}).suited(bool(adaptive))
+        assert 100 * (1 - config.sparsity[-1]) == pytest.approx(float(share), rel=0.03), length
 
 
 FOR_DEVELOPERS = {"architecture", "wire-format", "decisions", "chaos", "CONTRIBUTING", "CHANGELOG"}
