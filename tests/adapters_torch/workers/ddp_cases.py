@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import re
 import sys
 import types
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from adapters_torch.torchrun_tools import (
@@ -613,8 +615,16 @@ def an_error_of_one_rank_is_raised_on_all():
     train(model, optimizer, 2)
     optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * dist.get_rank()
     on_every_rank(dgc.ConfigError, "disagree in step 2", lambda: train(model, optimizer, 1))
-    with contextlib.suppress(RuntimeError):
-        state.compression.close()
+    state.compression.reset()
+    with pytest.raises(RuntimeError, match="INTERNAL ASSERT FAILED"):
+        train(model, optimizer, 1)
+    state.compression.close()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    model = DistributedDataParallel(model.module)
+    gc.collect()  # the old one's hooks are gone with it
+    dgc.ddp.register(model, optimizer, dgc.Compression.dgc(sparsity=0.9))
+    train(model, optimizer, 2)
+    assert_identical(model)
 
 
 if __name__ == "__main__":
