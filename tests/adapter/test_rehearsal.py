@@ -129,7 +129,7 @@ def test_two_processes_share_the_compiling_and_one_says_so_the_others_wait(tmp_p
     assert [d.returncode for d in several] == [0] * 4, [d.stderr for d in several]
     compiled = [ast.literal_eval(d.stdout.splitlines()[0]) for d in several]
     everything = [kernel for each in compiled for kernel in each]
-    assert len(everything) == len(set(everything)) > 15, "compiled again what another one had compiled"
+    assert len(everything) == len(set(everything)) > 10, "compiled again what another one had compiled"
     assert compiled[3] == []
     assert sum(bool(each) for each in compiled) <= 2, "one compiles the kernels and one the codecs"
     assert [d.stderr.count("dgc compiles its kernels") for d in several].count(0) == 3
