@@ -7,12 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from exchange_tools import (
-    first_gradients,
-    make_exchange,
-    run_step,
-    train,
-)
+from exchange_tools import first_gradients, make_exchange, run_step, train
 
 from dgc.core.state import resized
 from dgc.errors import LayoutError

@@ -8,17 +8,7 @@ from functools import partial
 
 import horovod.torch as hvd
 import torch
-from models import (
-    assert_replicas_identical,
-    each_way,
-    flat,
-    loss_of,
-    make_model,
-    on_every_rank,
-    sgd,
-    train,
-    wrap,
-)
+from models import assert_replicas_identical, each_way, flat, loss_of, make_model, on_every_rank, sgd, train, wrap
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc

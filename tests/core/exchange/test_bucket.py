@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exchange_tools import (
-    errors_of,
-    first_gradients,
-    gradient,
-    hyper_of,
-    make_exchange,
-    parameters,
-    run_step,
-)
+from exchange_tools import errors_of, first_gradients, gradient, hyper_of, make_exchange, parameters, run_step
 
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange

@@ -5,14 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from exchange_tools import (
-    Oracle,
-    gradient,
-    make_exchange,
-    parameters,
-    train,
-    worst,
-)
+from exchange_tools import Oracle, gradient, make_exchange, parameters, train, worst
 
 from dgc.transport.local import run_ranks
 

@@ -10,14 +10,7 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-from exchange_tools import (
-    REPORTED,
-    SHAPES,
-    first_gradients,
-    make_exchange,
-    parameters,
-    run_step,
-)
+from exchange_tools import REPORTED, SHAPES, first_gradients, make_exchange, parameters, run_step
 from fake_device import fake_kernels, needs_compiler
 
 from dgc.core.exchange.exchange import IGNORED, TABLE, Event, Stage
