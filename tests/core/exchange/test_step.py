@@ -25,6 +25,14 @@ WHEREVER = pytest.mark.parametrize(
 )
 
 
+def steps_after_reset(exchange, grads):
+    """How many steps count once the exchange has been reset and has made another one."""
+    exchange.reset()
+    run_step(exchange, grads)
+    exchange.close()
+    return exchange.state.step
+
+
 def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_are_not_in():
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9)
@@ -38,10 +46,7 @@ def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_
         else:
             with pytest.raises(LayoutError, match="rank 1 failed in step 0: mine"):
                 run_step(exchange, grads)
-        exchange.reset()
-        run_step(exchange, grads)
-        exchange.close()
-        return exchange.state.step
+        return steps_after_reset(exchange, grads)
 
     assert run_ranks(2, rank) == [1, 1]
 
@@ -55,10 +60,7 @@ def test_a_step_that_begins_while_another_one_is_under_way_is_an_error_on_all_ra
             exchange.submit(0, grads[0], np.empty_like(grads[0]))
         with pytest.raises(LayoutError, match=r"a step begins while another one is under way; .* call reset"):
             run_step(exchange, grads)
-        exchange.reset()
-        run_step(exchange, grads)
-        exchange.close()
-        return exchange.state.step
+        return steps_after_reset(exchange, grads)
 
     assert run_ranks(2, rank) == [1, 1]
 
@@ -90,10 +92,7 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
             with pytest.raises(RemoteError, match="call reset"):
                 run_step(exchange, grads)
         state = exchange.state.to_dict()
-        exchange.reset()
-        run_step(exchange, grads)
-        exchange.close()
-        return results, state, exchange.state.step
+        return results, state, steps_after_reset(exchange, grads)
 
     out = run_ranks(2, rank)
     assert [steps for _, _, steps in out] == [1, 1]
