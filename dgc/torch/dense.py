@@ -55,10 +55,13 @@ class _Bucket:
     waiting: int = 0
     """Gradients that are not handed over yet in this step."""
     work: dist.Work | None = None
-    """Kept until the next step, as by DistributedDataParallel: Gloo's thread may not be the last to drop it, as that
-    takes the GIL, and aborts a process that ends at that moment."""
     flat: torch.Tensor | None = None
     """The gradients, and behind them for each whether there is one: their sum tells whether any rank has it."""
+
+
+_LATEST: list[dist.Work] = []
+"""The collectives of this process's latest step, which outlive its optimizer. Were Gloo's thread the last to drop one
+that was begun in a backward pass, it would wait for the GIL, which aborts a process that ends at that moment."""
 
 
 def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: str, op: str) -> None:
@@ -163,7 +166,6 @@ class DenseSteps(Passes):
 
     def _begin(self, bucket: _Bucket) -> None:
         """Begin the sum of a bucket, in the order of buckets."""
-        bucket.work = bucket.flat = None
         gradients = [local(self._exchanged[i].gradient).detach().reshape(-1) for i in bucket.members]
         present = torch.ones(len(gradients), dtype=gradients[0].dtype, device=gradients[0].device)
         for place, i in enumerate(bucket.members):
@@ -175,10 +177,9 @@ class DenseSteps(Passes):
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def deliver(self) -> None:  # noqa: D102
-        for bucket in self._buckets:
-            self._deliver(bucket)
+        _LATEST[:] = [self._deliver(bucket) for bucket in self._buckets]
 
-    def _deliver(self, bucket: _Bucket) -> None:
+    def _deliver(self, bucket: _Bucket) -> dist.Work:
         """Wait for a bucket's sums; a parameter that has no gradient on any rank keeps none, as under DDP."""
         assert bucket.flat is not None
         assert bucket.work is not None
@@ -191,6 +192,9 @@ class DenseSteps(Passes):
                 self._parameters[i].grad = None
             else:
                 local(gradient).copy_(total.view(local(gradient).shape))
+        bucket.flat.set_()  # its memory: the collective refers to it
+        work, bucket.work, bucket.flat = bucket.work, None, None
+        return work
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ test_without_a_compressor = each_case(Path(__file__).parent / "workers" / "dense
 
 BESIDE_HOROVOD = """
 import inspect
+import sys
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ import dgc.torch as dgc
 
 dist.init_process_group("gloo")
 inspect.getmembers(dgc.Compression)
+sys.setswitchinterval(1000)  # a thread of Gloo's that waited for the GIL would abort the process at its end
 
 def trained(compression, ddp=False):
     torch.manual_seed(0)
