@@ -33,9 +33,7 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
     Local: no communication. The processes of a host share what is to be compiled, and wait for each other; see
     :func:`dgc.core.kernels.compile.compiling`.
     """
-    from filelock import Timeout
-
-    from dgc.core.kernels.compile import compiling  # which loads Numba
+    from dgc.core.kernels.compile import BusyError, compiling  # which loads Numba
 
     if compressor_class(config.algorithm).number not in OWN_NUMBERS:
         # One of somebody else is not called before the first step; what it shares with ours is compiled.
@@ -62,7 +60,7 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
     try:
         with compiling(name, patience=0):
             return everything()
-    except Timeout:  # another process of this host compiles the kernels: the codecs meanwhile
+    except BusyError:  # another process of this host compiles the kernels: the codecs meanwhile
         codecs()
         with compiling(name):
             return everything()

@@ -6,19 +6,20 @@ Imports Numba; only modules that are loaded on first use may import this one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import hashlib
 import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import numba
-from filelock import FileLock, Timeout
 from llvmlite import binding
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,6 +72,14 @@ logger = logging.getLogger("dgc")
 PATIENCE = 120.0
 """Seconds that a process waits for another one to compile, before it compiles as well."""
 
+_POLL = 0.05
+"""Seconds between two looks at a lock."""
+
+
+class BusyError(Exception):
+    """Another process of this host compiles now."""
+
+
 _within = threading.local()
 
 
@@ -84,7 +93,7 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
     Args:
         what: names what is compiled inside; with the same name always the same.
         part: one process compiles the "kernels" while another one compiles something else; only the first says so.
-        patience: seconds to wait for another process. With 0, :class:`filelock.Timeout` is raised where one compiles;
+        patience: seconds to wait for another process. With 0, :class:`BusyError` is raised where one compiles;
             after any others this process compiles as well.
     """
     directory = cache_directory()
@@ -98,13 +107,7 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
         _touch(done)
         return
     with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(FileLock(Path(directory) / f"{part}.lock").acquire(timeout=patience))
-        except Timeout:
-            if patience == 0:
-                raise
-        except (OSError, NotImplementedError):  # a file system without locks: compiling twice does no harm
-            pass
+        held.enter_context(_locked(Path(directory) / f"{part}.lock", patience))
         if done.exists():
             held.close()
             yield
@@ -121,6 +124,37 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
             if collects:
                 gc.enable()
         _touch(done)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, patience: float) -> Iterator[None]:
+    """Hold the lock of a file.
+
+    Without it where the file system has no locks, and after ``patience`` seconds: compiling twice does no harm. Where
+    these are 0, raises :class:`BusyError`.
+    """
+    deadline = time.monotonic() + patience
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            file = held.enter_context(path.open("a"))
+            while not _lock(file):
+                if patience == 0:
+                    raise BusyError(path)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL)
+            else:
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked child may hold the same open file
+        yield
+
+
+def _lock(file: IO[str]) -> bool:
+    """Lock a file, unless another process has; OSError where there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @cache

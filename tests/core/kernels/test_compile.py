@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -60,6 +62,36 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         NUMBA_CACHE_DIR=str(blocked),
     )
     assert done.returncode == 0, done.stderr
+
+
+def meets_another(patience):
+    """What becomes of somebody who wants to compile while another one does."""
+    try:
+        with compile.compiling("second", patience=patience):
+            return "compiles"
+    except compile.BusyError:
+        return "busy"
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_who_meets_another_one_waits_where_there_are_locks(locks, tmp_path, monkeypatch):
+    def refuse(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(compile, "cache_directory", lambda: str(tmp_path))
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    with ThreadPoolExecutor(1) as pool:
+        with compile.compiling("first"):
+            meanwhile = pool.submit(meets_another, 0).result()
+        later = pool.submit(meets_another, 0).result()
+    assert (meanwhile, later) == ("busy" if locks else "compiles", "compiles")
+
+
+def test_who_has_waited_long_enough_compiles_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile, "cache_directory", lambda: str(tmp_path))
+    with ThreadPoolExecutor(1) as pool, compile.compiling("first"):
+        assert pool.submit(meets_another, 1e-9).result() == "compiles"
 
 
 @pytest.mark.parametrize(("owner", "trusted"), [(1000, True), (0, True), (1001, False)])
