@@ -10,7 +10,7 @@ import tensorflow as tf
 from documented import shown
 from worker_tools import report
 
-build, tape, minimize, fit, _ = shown("from-paddle.md", "Your lines in TensorFlow")
+build, tape, minimize, of_their_own, fit, _ = shown("from-paddle.md", "Your lines in TensorFlow")
 exec(build.replace("num_trainers=4", "num_trainers=2"))
 
 
@@ -31,6 +31,10 @@ exec(by_function)
 with tf.GradientTape() as tape:
     loss = loss_function(labels, model(images))
 exec(with_tape)
+with tf.GradientTape() as tape:
+    loss = loss_function(labels, model(images))
+gradients = tape.gradient(loss, variables)
+exec(of_their_own)
 steps = optimizer.state_dict()["step"]
 first = [v.numpy() for v in model.trainable_variables]
 model = new_model()

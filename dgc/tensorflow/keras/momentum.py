@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import tensorflow as tf
@@ -23,20 +22,18 @@ from dgc.adapter.paddle import (
     PaddleOptions,
     Regularizer,
     as_state_error,
-    check_regularizer,
-    coefficients,
     one_rate,
     require_keys,
     warn_of_one_process,
 )
-from dgc.core.config import plain, require_number
+from dgc.core.config import plain
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import import_horovod, is_alone
-from dgc.tensorflow.reduce import Gradient, ReduceOptions, Settings, scaled
+from dgc.tensorflow.reduce import ReduceOptions, Settings
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 from dgc.transport.agreement import agree_or_raise
 
@@ -67,8 +64,6 @@ def DGCMomentum(
     min_numel: int = MIN_NUMEL,
     dtypes: Sequence[str] = COMPRESSED_TYPES,
     exclude: Sequence[str] = (),
-    parameter_regularization: Mapping[str, Regularizer] | None = None,
-    parameter_learning_rate: Mapping[str, float] | None = None,
     process_set: Any = None,
     transport: Any = "auto",
     **codecs: Any,
@@ -103,10 +98,6 @@ def DGCMomentum(
         min_numel: smaller variables are sent dense.
         dtypes: names of the types that are compressed.
         exclude: name patterns (fnmatch) of variables that are sent dense.
-        parameter_regularization: name patterns of variables and their own regularisers, which go before
-            ``regularization``; the first match counts.
-        parameter_learning_rate: name patterns of variables and what the learning rate is multiplied by for them; the
-            first match counts. Paddle's ``ParamAttr(learning_rate=...)``.
         process_set: the Horovod process set to average over; None means all ranks.
         transport: "auto", "mpi", "horovod" or a transport.
         **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=None``.
@@ -142,11 +133,6 @@ class _Settings(Settings):
         compressor = MomentumCompressor(**given)
         compressor._names = names
         super().__init__(compressor, ReduceOptions(process_set=given["process_set"]), lost=lost)
-
-    def reduce(self, gradients: Any, variables: Any, *others: Any) -> tuple[list[Gradient], tf.Tensor]:
-        """In units of the learning rate: see :meth:`MomentumCompressor.in_units_of_the_rate`."""
-        reduced, verdict = super().reduce(gradients, variables, *others)
-        return self.compression.in_units_of_the_rate(reduced, list(variables)), verdict
 
     def to_config(self) -> dict[str, Any]:
         """The arguments in plain values, but for the learning rate and the name."""
@@ -264,18 +250,14 @@ def _regularizer(value: Any) -> Any:
 class FixedMomentum(Adoption):
     """Momentum and regularisation that were given as arguments: nothing is taken from any optimizer."""
 
-    def __init__(self, options: PaddleOptions, regularizers: Sequence[Regularizer], optimizer: Any) -> None:
-        self._regularizers = list(regularizers)
+    def __init__(self, options: PaddleOptions, optimizer: Any) -> None:
+        self._by_sign = isinstance(options.regularization, L1Decay)
         super().__init__(optimizer, options.to_config([]))
-
-    def cover(self, count: int) -> None:  # noqa: D102
-        super().cover(count)
-        self.hyper.weight_decay = [max(coefficients(regularizer)) for regularizer in self._regularizers]
 
     def decayed(self, index: int, variable: Any) -> Any:
         """X in G = clip(g) + c * x, where the core adds weight decay: the variable, or its sign for L1."""
         raw = raw_variable(variable)
-        return tf.sign(raw) if isinstance(self._regularizers[index], L1Decay) else raw
+        return tf.sign(raw) if self._by_sign else raw
 
 
 class MomentumCompressor(DGCCompressor):
@@ -287,25 +269,11 @@ class MomentumCompressor(DGCCompressor):
 
     works_alone = True
 
-    def __init__(
-        self,
-        regularization: Any,
-        parameter_regularization: Mapping[str, Any] | None,
-        parameter_learning_rate: Mapping[str, float] | None,
-        process_set: Any,
-        transport: Any,
-        **given: Any,
-    ) -> None:
+    def __init__(self, regularization: Any, process_set: Any, transport: Any, **given: Any) -> None:
         super().__init__({"process_set": process_set, "transport": transport})
         named = {f.name: given.pop(f.name) for f in dataclasses.fields(PaddleOptions) if f.name in given}
         self.options = PaddleOptions(**named, regularization=_regularizer(regularization), codecs=given)
         self.config = self.options.to_config([])
-        self._regularizers = {k: _regularizer(v) for k, v in (parameter_regularization or {}).items()}
-        for pattern, regularizer in self._regularizers.items():
-            check_regularizer(regularizer, f"parameter_regularization[{pattern!r}]")
-        self._rates = dict(parameter_learning_rate or {})
-        for pattern, factor in self._rates.items():
-            require_number(f"parameter_learning_rate[{pattern!r}]", factor, low=0.0)
         if is_alone(process_set) is not None and self.process_set().included():
             self.options.check_ranks(self.process_set().size())
 
@@ -320,9 +288,9 @@ class MomentumCompressor(DGCCompressor):
             self.options.check_ranks(transport.size)
             rate = self.options.learning_rate
             # Here, where an error of one rank is raised on all: it refuses an optimizer that clips.
-            self.adoption = FixedMomentum(self.options, [self._regularizer_of(name) for name in names], optimizer)
-            chosen = {name: f"{self._regularizer_of(name)!r} learning_rate*{self._factor_of(name)}" for name in names}
-            return {"learning_rate": rate if isinstance(rate, float) else "a schedule", **chosen}
+            self.adoption = FixedMomentum(self.options, optimizer)
+            shown = rate if isinstance(rate, float) else "a schedule"
+            return {"learning_rate": shown, "regularization": repr(self.options.regularization)}
 
         agree_or_raise(transport, build, "arguments", advice="Give every rank the same arguments and the same model.")
         described = [describe(n, raw_variable(v)) for n, v in zip(names, variables, strict=True)]
@@ -330,20 +298,8 @@ class MomentumCompressor(DGCCompressor):
         if transport.size == 1:
             warn_of_one_process()
             config = dataclasses.replace(config, rampup_begin_step=_NEVER)
-        self._factors = [self._factor_of(name) for name in names]  # whatever a loaded state calls the variables
         assert self.adoption is not None
         return Engine(variables, config, transport, self.adoption, 1.0, names=names)
-
-    def in_units_of_the_rate(self, results: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
-        """Results times their variables' factors of the learning rate, which no momentum contains."""
-        if not self._rates:
-            return list(results)
-        if self.engine is None:
-            factors = [self._factor_of(name) for name in self.variable_names() or unique_names(variables)]
-        else:
-            factors = [self._factors[index] for index in self.engine.indices(variables)]
-        pairs = zip(results, factors, strict=True)
-        return [result if factor == 1.0 else scaled([result], factor)[0] for result, factor in pairs]
 
     def _require_states(self, state: Any, resize: bool) -> list[Any]:
         with as_state_error():
@@ -355,13 +311,6 @@ class MomentumCompressor(DGCCompressor):
             require_keys(state, ("parameters", "step", "rank", "size", "format"))
         with as_state_error():
             return super()._own(states, resize)
-
-    def _factor_of(self, name: str) -> float:
-        return next((factor for pattern, factor in self._rates.items() if fnmatchcase(name, pattern)), 1.0)
-
-    def _regularizer_of(self, name: str) -> Regularizer:
-        matching = (own for pattern, own in self._regularizers.items() if fnmatchcase(name, pattern))
-        return next(matching, self.options.regularization)
 
 
 if _IS_LEGACY:

@@ -9,7 +9,7 @@ import models as m
 import momentum_models as mm
 import numpy as np
 import tensorflow as tf
-from momentum_models import make, make_variables, oracle_of, oracle_train, train, train_in_graph
+from momentum_models import SHAPES, make, make_variables, oracle_of, oracle_train, train, train_in_graph
 from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
@@ -94,15 +94,34 @@ def sparse_gradients_are_dense_momentum_or_an_error():
 
 
 @case
-def a_variables_own_regularizer_goes_first():
-    own = make_variables()
-    chosen = {"w0": L2Decay(0.02), "w2": L1Decay(0.03), "w[3]": L2Decay(0.05), "w4": L2Decay(0.0)}
-    optimizer = make(regularization=L1Decay(0.01), parameter_regularization=chosen, rampup_begin_step=2, sparsity=[0.9])
-    oracle = oracle_of(own, begin=2, sparsity=(0.9,), l1=[0, 0.01, 0.03, 0, 0], l2=[0.02, 0, 0, 0.05, 0])
-    train(optimizer, own, 5)
-    oracle_train(oracle, own, 5)
-    mm.assert_close(own, oracle)
-    optimizer.close()
+def variables_with_arguments_of_their_own_have_an_optimizer_of_their_own():
+    """Paddle's ParamAttr(learning_rate=..., regularizer=...), eagerly and in one graph."""
+    arguments = (
+        {"learning_rate": 0.1, "regularization": L1Decay(0.01)},
+        {"learning_rate": 0.02, "regularization": L2Decay(0.05)},
+    )
+    for in_graph in (False, True):
+        optimizers = [make(**given, rampup_begin_step=2, sparsity=[0.9]) for given in arguments]
+        owned = [make_variables(SHAPES[:2]), make_variables(SHAPES[2:])]
+        oracles = [
+            oracle_of(owned[0], begin=2, sparsity=(0.9,), l1=[0.01] * 2),
+            oracle_of(owned[1], begin=2, sparsity=(0.9,), l2=[0.05] * 3, lr=0.02),
+        ]
+
+        def step(gradients, optimizers=optimizers, owned=owned):
+            for optimizer, own, given in zip(optimizers, owned, gradients, strict=True):
+                optimizer.apply_gradients(zip(given, own, strict=True))
+
+        for optimizer, own in zip(optimizers, owned, strict=True):
+            optimizer.build(own)
+        run = tf.function(step) if in_graph else step
+        for number in range(5):
+            run([[tf.constant(mm.gradient(v.shape, number, i)) for i, v in enumerate(own)] for own in owned])
+            for oracle, own in zip(oracles, owned, strict=True):
+                oracle_train(oracle, own, 1, number)
+        for optimizer, own, oracle in zip(optimizers, owned, oracles, strict=True):
+            mm.assert_close(own, oracle)
+            optimizer.close()
 
 
 @case
@@ -122,29 +141,6 @@ def learning_rates_act_at_once():
     mm.assert_close(second, oracle)
     by_schedule.close()
     by_hand.close()
-
-
-@case
-def a_variables_own_learning_rate():
-    """Paddle's ParamAttr(learning_rate=...), before the ramp-up and after it."""
-    own = make_variables()
-    optimizer = make(parameter_learning_rate={"w0": 0.0, "w[12]": 0.5}, rampup_begin_step=2, sparsity=[0.9])
-    oracle = oracle_of(own, begin=2, sparsity=(0.9,))
-    factors = [0.0, 0.5, 0.5, 1.0, 1.0]
-    now = [np.asarray(v, np.float64).ravel() for v in own]
-    for step in range(5):
-        before = [np.array(p, np.float64) for p in oracle.parameters]
-        train(optimizer, own, 1, step)
-        oracle_train(oracle, own, 1, step)
-        moved = [a - b for a, b in zip(oracle.parameters, before, strict=True)]
-        now = [p + f * d for p, f, d in zip(now, factors, moved, strict=True)]
-    for found, wanted in zip(own, now, strict=True):
-        np.testing.assert_allclose(np.asarray(found).ravel(), wanted, rtol=2e-5, atol=2e-6)
-    restored = type(optimizer).from_config(optimizer.get_config())
-    assert restored.get_config() == optimizer.get_config()
-    restored.close()
-    optimizer.close()
-    mm.raises(dgc.ConfigError, "parameter_learning_rate", lambda: make(parameter_learning_rate={"w0": -1.0}))
 
 
 @case
@@ -269,7 +265,8 @@ def argument_errors():
     given = dict(learning_rate=0.1, momentum=0.9, rampup_begin_step=0)
     bad = [  # what needs no rank is in tests/adapter/test_paddle.py
         (AssertionError, "num_trainers is 9, but", {**given, "num_trainers": 9}),
-        (AssertionError, "parameter_regularization['a']", {**given, "parameter_regularization": {"a": 0.5}}),
+        (TypeError, "build a second optimizer", {**given, "parameter_regularization": {"a": L1Decay(0.5)}}),
+        (TypeError, "build a second optimizer", {**given, "parameter_learning_rate": {"a": 0.5}}),
         (ValueError, "mean the same", {**given, "lr": 0.1}),
         (TypeError, "unknown option 'nonsense'", {**given, "nonsense": 1}),
     ]
