@@ -193,15 +193,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Update this rank's share and bring all new values to all ranks. Collective.
 
         Args:
-            closure: recomputes the loss; evaluated once. Under Horovod's ``DistributedOptimizer`` the gradients that
-                it computes are averaged before the update: call ``step(closure)`` in ``skip_synchronize()`` there.
+            closure: recomputes the loss; evaluated once. Refused under Horovod's own ``DistributedOptimizer``.
             **kwargs: passed on to the local optimizer's ``step``.
 
         Returns:
             What the local optimizer's ``step`` returned.
 
         Raises:
-            ConfigError: the gradients are averaged over other ranks than those of this optimizer.
+            ConfigError: the gradients are averaged over other ranks than those of this optimizer, or not at all.
             LayoutError: the ranks disagree about the groups' options, their learning rates for instance; or
                 ``param_groups`` were changed by hand.
             RemoteError: the update failed on another rank. Ranks whose update succeeded have changed their own share;
@@ -211,7 +210,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         results = []
 
         def update() -> dict[str, Any]:
-            arguments = () if closure is None else (self._averaging(closure),)
+            if closure is not None and hasattr(self, "_handles"):
+                raise ConfigError(
+                    "step(closure) of a sharded optimizer inside Horovod's DistributedOptimizer would update by "
+                    "gradients that are not averaged: call the closure, then step() without it"
+                )
+            arguments = () if closure is None else (closure,)
             _require_same_ranks(self, self._job)
             self._require_known_parameters()
             _copy_options(self.param_groups, self.optim.param_groups)
@@ -222,21 +226,6 @@ class ZeroRedundancyOptimizer(Optimizer):
         agree_or_raise(self._transport, update, "options of the sharded optimizer", LayoutError, _ADVICE)
         self._share()
         return results[0]
-
-    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, followed by the averaging of its gradients if Horovod's hooks have begun it."""
-        optimizer: Any = self
-        if not hasattr(optimizer, "_handles"):
-            return closure
-
-        def closure_then_average() -> Any:
-            loss = closure()
-            if optimizer._handles:
-                optimizer.synchronize()
-                optimizer._synchronized = False
-            return loss
-
-        return closure_then_average
 
     @torch.no_grad()
     def _share(self) -> None:

@@ -80,7 +80,8 @@ def schedulers_made_before_or_after_wrapping():
 
 
 @case
-def gradients_of_a_closure_are_averaged():
+def a_closure_is_refused_inside_horovods_optimizer():
+    """Its gradients would not be averaged; a closure that was called before the step is as good."""
     model, reference = make_model(), make_model()
     optimizer = horovods(model, Zero(model.parameters(), torch.optim.SGD, lr=0.1))
     train(horovods(reference, torch.optim.SGD(reference.parameters(), lr=0.1)), reference, 3)
@@ -92,8 +93,13 @@ def gradients_of_a_closure_are_averaged():
             loss.backward()
             return loss
 
-        with optimizer.skip_synchronize():
-            assert optimizer.step(closure).item() > 0
+        before = [p.detach().clone() for p in model.parameters()]
+        if step == 1:
+            with optimizer.skip_synchronize():
+                raises(ConfigError, "call the closure, then step", lambda: optimizer.step(closure))
+            assert_bits_equal(model.parameters(), before)
+        assert closure().item() > 0
+        optimizer.step()
     assert_bits_equal(model.parameters(), reference.parameters())
 
 
