@@ -7,11 +7,21 @@ import os
 import random
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 KEPT_MODULES = {"__main__", "rank_reset", "worker_tools"}
+
+
+def restore_environment(saved: Mapping[str, str]) -> None:
+    """Write what has changed, which is mostly nothing: a library's thread may read the environment at the same time."""
+    for name in set(os.environ) - set(saved):
+        del os.environ[name]
+    for name, value in saved.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 class Beginning:
@@ -26,9 +36,7 @@ class Beginning:
 
     def restore(self, folder: Path) -> None:
         """Put everything back. Collective where a worker has added process sets, so to be called on all ranks."""
-        reports = os.environ["DGC_TEST_REPORTS"]
-        os.environ.clear()
-        os.environ.update(self._environment, DGC_TEST_REPORTS=reports)
+        restore_environment(self._environment)
         os.chdir(self._folder)
         sys.path[:] = self._path
         sys.excepthook = self._hook

@@ -155,7 +155,7 @@ def main() -> None:
         request = json.loads(line)
         if "worker" not in request:
             break
-        os.environ["DGC_TEST_REPORTS"] = request["folder"]
+        worker_tools.REPORTS = request["folder"]
         with _written_to(Path(request["folder"])):
             good = server.serve(request)
         say({"number": request["number"], "good": good})

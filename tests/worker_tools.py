@@ -17,6 +17,9 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE", "WORLD_SIZE")
 
 _cases: dict[str, Callable[[], None]] = {}
+REPORTS = os.environ.get("DGC_TEST_REPORTS")
+"""The folder of what cases report; a rank that lives gets one with each request."""
+
 OPENED: list[Any] = []
 """What is closed when the case has passed."""
 
@@ -38,11 +41,10 @@ def launch_size() -> int:
 def report(value: Any) -> None:
     """Hand a value to the test, as ``Result.reports[rank]``. NumPy arrays and scalars become lists and numbers."""
     line = json.dumps(value, default=_plain)
-    folder = os.environ.get("DGC_TEST_REPORTS")
-    if folder is None:
+    if REPORTS is None:
         print(f"rank {launch_rank()}: {line}", flush=True)
         return
-    with (Path(folder) / f"rank{launch_rank()}.jsonl").open("a") as file:
+    with (Path(REPORTS) / f"rank{launch_rank()}.jsonl").open("a") as file:
         file.write(line + "\n")
 
 

@@ -12,6 +12,7 @@ import pytest
 import rank_jobs
 from launch_tools import TESTS, LaunchError
 from rank_jobs import SIZES, Ranks, each_case
+from rank_reset import restore_environment
 
 pytestmark = pytest.mark.mpi
 
@@ -101,6 +102,15 @@ def needs_four():
 def differs():
     pass
 """
+
+
+def test_between_workers_an_unchanged_environment_is_not_written(monkeypatch):
+    # A thread of TensorFlow's that called getenv meanwhile crashed the rank.
+    written = []
+    for name in ("putenv", "unsetenv"):
+        monkeypatch.setattr(os, name, lambda *a: written.append(a))
+    restore_environment(dict(os.environ))
+    assert written == []
 
 
 def test_what_a_case_names_is_in_every_run_and_else_the_first_kind_alone(tmp_path):
