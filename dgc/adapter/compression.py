@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.job import Horovod
+from dgc.adapter.job import Horovod, told
 from dgc.adapter.signatures import Compressor, Constructors, Optimizer, Tensors, refused_uncalled
 from dgc.core.compressors import compressor_class, compressor_names
 from dgc.core.config import (
@@ -71,6 +71,7 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
 
     def __init__(self, horovod: Horovod) -> None:
         """Serve one framework."""
+        self._horovod = horovod
         self.none, self.fp16 = Uncompressed("none", horovod), Uncompressed("fp16", horovod)
 
     def _make(
@@ -78,6 +79,15 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Make a compressor from (algorithm, tensors, optimizer) and options."""
         raise NotImplementedError
+
+    def _told(self, tensors: object, options: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Inside, a constructor looks at its arguments: see :func:`dgc.adapter.job.told`.
+
+        Without ``tensors`` it binds nothing, so that the other ranks do not wait for this one.
+        """
+        if tensors is None:
+            return contextlib.nullcontext()
+        return told(self._horovod, options.get("process_set"), transport=options.get("transport", "auto"))
 
     def from_dict(self, options: Mapping[str, Any]) -> Compressor | Uncompressed:
         """Make what a file of settings names: ``{"name": "dgc", "sparsity": 0.999}``.

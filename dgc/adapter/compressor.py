@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from dgc.adapter.engine import (
     require_states,
     warn_of_dropped,
 )
-from dgc.adapter.job import Job, same_set
+from dgc.adapter.job import Job, same_set, told
 from dgc.core.compressors import make_config
 from dgc.core.config import DGCConfig, as_loss_scale
 from dgc.core.exchange.exchange import LossScale
@@ -104,6 +105,12 @@ class CompressorBase(Generic[EngineT]):
         """The ranks that exchange, as :meth:`process_set` chooses them."""
         assert self._job is not None
         return self._job.of(self._adapter.get("process_set"), process_set)
+
+    def told(self, process_set: ProcessSet | None = None) -> contextlib.AbstractContextManager[None]:
+        """Inside, this rank prepares for ``bind``, in which the others may be: see :func:`dgc.adapter.job.told`."""
+        assert self._job is not None
+        own = self._adapter.get("process_set")
+        return told(self._job, own, process_set, transport=self._adapter.get("transport", "auto"))
 
     def _bind(
         self,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import atexit
+import contextlib
 import copy
 import ctypes
 import itertools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
@@ -19,7 +20,8 @@ import numpy as np
 from dgc.core.config import brief
 from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError
-from dgc.transport.choice import CHOICES, ProcessSet, choose_transport
+from dgc.transport.agreement import tell_error
+from dgc.transport.choice import CHOICES, ProcessSet, choose_transport, tell_no_choice
 
 JOINED = (
     "a rank has joined (hvd.join) or skips steps while others still train; give every rank the same number of batches "
@@ -84,6 +86,32 @@ class Job(abc.ABC):
             choice: "auto", or a name from :data:`dgc.transport.choice.CHOICES`; or a transport, to be used as it is
                 (then on every rank).
         """
+
+    @abc.abstractmethod
+    def tell(self, error: Exception) -> None:
+        """Tell the other ranks, which are in :meth:`make_transport`, why this one cannot follow. Collective."""
+
+
+@contextlib.contextmanager
+def told(job: Job, *sets: Any, transport: object = "auto") -> Iterator[None]:
+    """Inside, this rank prepares for :meth:`Job.make_transport` of ``transport``, in which the other ranks may be.
+
+    An error is raised on all of them; on this rank alone where the ranks cannot talk, as Horovod is not initialised.
+    ``sets`` are the arguments of :meth:`Job.of`; all ranks of ``job`` are told where these are wrong.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(transport, Collectives):
+            tell_error(as_transport(transport), error)
+            raise
+        with contextlib.suppress(ConfigError):
+            job = job.of(*sets)
+        with contextlib.suppress(ConfigError):
+            job.require_ready()
+            if job.included and job.size > 1:
+                job.tell(error)
+        raise
 
 
 class Horovod(Job):
@@ -217,9 +245,14 @@ class Horovod(Job):
             # Needs no Horovod, so that a test can bring ranks of its own.
             if isinstance(choice, Collectives):
                 return as_transport(choice)
-            raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
+            with told(self):
+                raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
         self.require_member()
         return choose_transport(choice, self.module(), self.gather, self.own_transport)
+
+    def tell(self, error: Exception) -> None:  # noqa: D102
+        self.require_member()
+        tell_no_choice(error, self.module().rank(), self.gather)
 
     # -- reduce ops ----------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, family, is_adap
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import HOROVOD, HorovodCompressor, ProcessSet, is_alone
 from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
+from dgc.transport.agreement import tell_error
 
 _LEFT = (
     "the optimizer has {0}: its momentum stays in it, so that what it does with gradients comes before momentum as in "
@@ -119,7 +120,11 @@ class DGCCompressor(HorovodCompressor):
             raw_variable(variable)._dgc_compressor = self
 
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
-        self.adopt(optimizer, process_set)
+        try:
+            self.adopt(optimizer, process_set)
+        except Exception as error:
+            tell_error(transport, error)
+            raise
         assert self.adoption is not None
         return Engine(
             variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals, self._names
@@ -148,14 +153,16 @@ class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCo
         **options: Any,
     ) -> DGCCompressor:
         given = None
-        if parameters is not None:
-            advice = "model.trainable_variables of a built model"
-            given = checked_tensors(parameters, algorithm, "variables", advice)
-        if optimizer is not None and family(optimizer) is None:
-            raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer")
-        compressor = DGCCompressor(options, algorithm)
+        with self._told(parameters, options):
+            if parameters is not None:
+                advice = "model.trainable_variables of a built model"
+                given = checked_tensors(parameters, algorithm, "variables", advice)
+            if optimizer is not None and family(optimizer) is None:
+                raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer")
+            compressor = DGCCompressor(options, algorithm)
+            if given is not None:
+                require_momentum_source(optimizer, compressor.config, "variables")
         if given is not None:
-            require_momentum_source(optimizer, compressor.config, "variables")
             compressor.bind(given, optimizer)
         elif optimizer is not None:
             compressor.adopt(optimizer)

@@ -77,16 +77,17 @@ class DGCCompressor(HorovodCompressor):
             ConfigError: bound before, elastic Horovod, or a part of what is needed is missing.
             LayoutError: ranks disagree about the parameters.
         """
-        if self.is_bound:
-            raise ConfigError(
-                "this compressor is already bound to a model; residuals cannot be shared: build one compressor for "
-                "each model and optimizer"
-            )
-        named = list(named_parameters)
-        self.config = self.config.suited(adaptive := is_adaptive(optimizer))
-        groups = [] if optimizer is None else optimizer.param_groups
-        owned = {id(p) for group in groups for p in group["params"]}
-        require_own_shards([(n, p) for n, p in named if optimizer is None or id(p) in owned], self._job)
+        with self.told(process_set):
+            if self.is_bound:
+                raise ConfigError(
+                    "this compressor is already bound to a model; residuals cannot be shared: build one compressor for "
+                    "each model and optimizer"
+                )
+            named = list(named_parameters)
+            self.config = self.config.suited(adaptive := is_adaptive(optimizer))
+            groups = [] if optimizer is None else optimizer.param_groups
+            owned = {id(p) for group in groups for p in group["params"]}
+            require_own_shards([(n, p) for n, p in named if optimizer is None or id(p) in owned], self._job)
 
         def open_engine(transport: Transport) -> Engine:
             job = self.job(process_set)
@@ -155,15 +156,16 @@ class TorchCompression(CompressionBase[NamedParameters, torch.optim.Optimizer, D
         optimizer: torch.optim.Optimizer | None = None,
         **options: Any,
     ) -> DGCCompressor:
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
-        named = None if parameters is None else _checked_names(parameters, algorithm)
-        compressor = DGCCompressor(options, algorithm)
-        if named is None:
-            if optimizer is not None:
-                raise ConfigError(f"Compression.{algorithm}(optimizer=...) also needs parameters={_ADVICE}")
-            return compressor
-        require_momentum_source(optimizer, compressor.config, "parameters")
+        with self._told(parameters, options):
+            if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
+            named = None if parameters is None else _checked_names(parameters, algorithm)
+            compressor = DGCCompressor(options, algorithm)
+            if named is None:
+                if optimizer is not None:
+                    raise ConfigError(f"Compression.{algorithm}(optimizer=...) also needs parameters={_ADVICE}")
+                return compressor
+            require_momentum_source(optimizer, compressor.config, "parameters")
         compressor.bind(named, optimizer, stock=True)
         return compressor
 

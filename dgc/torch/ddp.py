@@ -15,6 +15,7 @@ and Fabric take the state that :func:`register` returns: docs/checkpoints.md sho
 """
 
 # No "from __future__ import annotations": DDP compares the hook's annotations with types.
+import contextlib
 import os
 import sys
 import warnings
@@ -29,6 +30,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.adapter.compression import check_compression
+from dgc.adapter.job import told
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.state import write_whole
 from dgc.errors import ConfigError, LayoutError
@@ -90,11 +92,13 @@ class CompressionState(Joinable):
             ConfigError: no compressor of this framework, or what :meth:`bind` raises.
         """
         super().__init__()
-        check_compression(compression, DGCCompressor, "dgc.torch")
-        if not isinstance(compression, DGCCompressor):
-            raise ConfigError(f"compression is {compression!r}; take a compressor from dgc.torch.Compression")
+        # Without an optimizer it binds nothing, so that the other ranks do not wait for this one.
+        with contextlib.nullcontext() if optimizer is None else told(DistributedJob(process_group)):
+            check_compression(compression, DGCCompressor, "dgc.torch")
+            if not isinstance(compression, DGCCompressor):
+                raise ConfigError(f"compression is {compression!r}; take a compressor from dgc.torch.Compression")
+            self._named = None if named_parameters is None else list(named_parameters)
         self.compression = compression
-        self._named = None if named_parameters is None else list(named_parameters)
         self._group = process_group
         self._optimizer: torch.optim.Optimizer | None = None
         self._steps: _Steps | None = None  # None also of one process
@@ -111,20 +115,21 @@ class CompressionState(Joinable):
             ConfigError: no plain optimizer, or one that is exchanged in another way; Horovod has other ranks.
             LayoutError: ranks disagree about the parameters.
         """
-        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-            optimizer = inner
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
-        if hasattr(optimizer, "skip_synchronize"):
-            raise ConfigError(
-                "this optimizer exchanges gradients itself; give the hook the plain optimizer, or use the distributed "
-                "one without the hook"
-            )
         self.compression.use_job(DistributedJob(self._group))
-        _require_same_size()
-        named = named_pairs(optimizer, self._named)
-        if not self.compression.is_bound:  # or bind() says so
-            require_free([p for _, p in named])
+        with self.compression.told():
+            while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+                optimizer = inner
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
+            if hasattr(optimizer, "skip_synchronize"):
+                raise ConfigError(
+                    "this optimizer exchanges gradients itself; give the hook the plain optimizer, or use the "
+                    "distributed one without the hook"
+                )
+            _require_same_size()
+            named = named_pairs(optimizer, self._named)
+            if not self.compression.is_bound:  # or bind() says so
+                require_free([p for _, p in named])
         self.compression.bind(named, optimizer)
         self._optimizer = optimizer
         if (engine := self.compression.engine) is not None:
@@ -378,13 +383,15 @@ def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compressi
         ConfigError: no DDP model in a job of several processes, or as for :class:`CompressionState`.
         LayoutError: ranks disagree about the parameters.
     """
-    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    if not found and not (dist.is_initialized() and dist.get_world_size() > 1):
-        return CompressionState(compression)
-    if len(found) != 1:
-        raise ConfigError(
-            f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register"
-        )
+    alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+    with contextlib.nullcontext() if alone else told(DistributedJob()):
+        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if not found and alone:
+            return CompressionState(compression)
+        if len(found) != 1:
+            raise ConfigError(
+                f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register"
+            )
     (wrapped,) = found
     state = CompressionState(compression, optimizer, wrapped.module.named_parameters(), wrapped.process_group)
     wrapped.register_comm_hook(state, compression_hook)

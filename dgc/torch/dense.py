@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dgc.adapter.compression import Uncompressed
 from dgc.core.config import DEFAULT_BUCKET_BYTES, brief
 from dgc.errors import ConfigError, LayoutError, TransportError
-from dgc.torch.distributed import DistributedJob, require_own_shards
+from dgc.torch.distributed import DistributedJob
 from dgc.torch.passes import Exchanged, Passes
 from dgc.torch.step import closure_of, only_makes_state, refuse_strangers, steps_by_scaler, with_closure
 from dgc.torch.tensors import local, scattered_values
@@ -66,7 +66,6 @@ that was begun in a backward pass, it would wait for the GIL, which aborts a pro
 
 def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: str, op: str) -> None:
     """See that all ranks are about to average the same gradients, as "none" or "fp16", with one op. Collective."""
-    require_own_shards(named, job)
     transport = job.make_transport()
     try:
         require_agreement(transport, {"algorithm": name, "op": op}, "options of the compressor")

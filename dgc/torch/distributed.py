@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -16,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.adapter.job import Job
+from dgc.adapter.job import Job, told
 from dgc.core.transport import Collectives, Transport, as_transport, gather_values
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.tensors import is_sharded, local
+from dgc.transport.agreement import tell_error
 from dgc.transport.choice import HorovodTransportBase, require_no_choice
 
 if TYPE_CHECKING:
@@ -94,8 +94,16 @@ class DistributedJob(Job):
         if isinstance(choice, Collectives):
             return as_transport(choice)
         if choice not in ("auto", DistributedTransport.name):
-            raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
+            with told(self):
+                raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
         return DistributedTransport(self._group)
+
+    def tell(self, error: Exception) -> None:  # noqa: D102
+        transport = self.make_transport()
+        try:
+            tell_error(transport, error)
+        finally:
+            transport.close()
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
         """Begin to overwrite (name, root, tensor) with that of the rank ``root`` of this job; call the result to wait.
@@ -179,16 +187,14 @@ def job_of(group: dist.ProcessGroup | None = None) -> TorchJob:
     return HOROVOD
 
 
-def horovod_of_all_ranks(process_set: Any) -> ModuleType:
-    """Horovod, which averages dense gradients, on all ranks. Collective over the process set.
+def require_dense(job: TorchHorovod) -> None:
+    """See that Horovod averages dense gradients on all ranks of a process set. Collective over it.
 
     Raises:
-        ConfigError: it is missing or not initialised, or another rank has a compressor.
+        ConfigError: another rank has a compressor, or fails.
     """
-    hvd, job = HOROVOD.module(), HOROVOD.of(process_set)
     if job.members.process_set_id is not None and job.included and job.size > 1:
-        require_no_choice(hvd.rank(), job.gather)
-    return hvd
+        require_no_choice(job.module().rank(), job.gather)
 
 
 class DistributedTransport(HorovodTransportBase):

@@ -22,11 +22,12 @@ from dgc.adapter.compression import (
     refuse_adasum,
     refuse_grouping,
 )
+from dgc.adapter.job import told
 from dgc.adapter.signatures import Compressing
 from dgc.errors import DGCError, LayoutError
 from dgc.torch.compressor import Compression, DGCCompressor, check_optimizer, named_pairs
 from dgc.torch.dense import DenseSteps, agree, dense_type
-from dgc.torch.distributed import DistributedJob, horovod_of_all_ranks, job_of
+from dgc.torch.distributed import DistributedJob, job_of, require_dense, require_own_shards
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.passes import Exchanged, Passes, refuse_copy
@@ -138,26 +139,33 @@ def DistributedOptimizer(
         ConfigError: arguments that do not fit together, a compressor that is in use, or no plain optimizer.
         LayoutError: ranks disagree about the parameters.
     """
-    check_compression(compression, DGCCompressor, "dgc.torch")
-    check_optimizer(optimizer, named_parameters)
-    check_passes(backward_passes_per_step)
     job = job_of(group)
+
+    def checked_names() -> list[tuple[str, torch.Tensor]]:
+        check_compression(compression, DGCCompressor, "dgc.torch")
+        check_optimizer(optimizer, named_parameters)
+        check_passes(backward_passes_per_step)
+        return named_pairs(optimizer, named_parameters)
+
     if not isinstance(compression, DGCCompressor) and isinstance(job, TorchHorovod):
-        hvd = horovod_of_all_ranks(process_set)
-        theirs: HorovodOptimizer = hvd.DistributedOptimizer(
+        with told(job, process_set):
+            named = checked_names()
+            hvd, theirs = HOROVOD.module(), job.of(process_set)
+            op = hvd.Average if op is None else HOROVOD.reduce_op(op)
+        require_dense(theirs)
+        dense: HorovodOptimizer = hvd.DistributedOptimizer(
             optimizer,
-            named_parameters=named_parameters,
+            named_parameters=None if named_parameters is None else named,
             compression=horovods(compression) or hvd.Compression.none,
             backward_passes_per_step=backward_passes_per_step,
-            op=hvd.Average if op is None else HOROVOD.reduce_op(op),
+            op=op,
             gradient_predivide_factor=gradient_predivide_factor,
             num_groups=num_groups,
             groups=groups,
             sparse_as_dense=sparse_as_dense,
-            process_set=hvd.global_process_set if process_set is None else process_set,
+            process_set=theirs.members,
         )
-        return theirs
-    refuse_grouping(num_groups, groups)
+        return dense
     attributes: dict[str, object] = {
         "sparse_as_dense": sparse_as_dense,
         "gradient_predivide_factor": gradient_predivide_factor,
@@ -165,33 +173,40 @@ def DistributedOptimizer(
         "__reduce_ex__": refuse_copy,
     }
     if isinstance(compression, DGCCompressor):
-        if isinstance(job, TorchHorovod):
-            HOROVOD.module()
-            refuse_adasum(op, HOROVOD)
-        else:
+        if isinstance(job, DistributedJob):
             compression.use_job(job)
-        op = compression.op_of(op)
-        check_predivide(gradient_predivide_factor, op)
-        compression.use_op(op)
-        members = compression.process_set(process_set)
-        compression.bind(named_pairs(optimizer, named_parameters), optimizer, members)
+        with compression.told(process_set):
+            named = checked_names()
+            refuse_grouping(num_groups, groups)
+            if isinstance(job, TorchHorovod):
+                HOROVOD.module()
+                refuse_adasum(op, HOROVOD)
+            op = compression.op_of(op)
+            check_predivide(gradient_predivide_factor, op)
+            compression.use_op(op)
+            members = compression.process_set(process_set)
+        compression.bind(named, optimizer, members)
         vars(optimizer).update(attributes, compression=compression, op=op, process_set=members)
         engine, scaler = compression.engine, compression.given_options.get("loss_scale")
         steps = None if engine is None else Steps(optimizer, engine, sparse_as_dense, scaler)
         vars(optimizer).update(_methods(optimizer, steps))
         return cast("HorovodOptimizer", optimizer)
     assert isinstance(job, DistributedJob)
-    kind, op = dense_type(compression), job.of(process_set).op_name("average" if op is None else op)
-    check_predivide(gradient_predivide_factor, op)
-    named = named_pairs(optimizer, named_parameters)
-    attributes.update(compression=compression or Compression.none, op=op, process_set=job.members)
     exchanges = job.included and job.size > 1
+    with told(job, process_set):
+        named = checked_names()
+        refuse_grouping(num_groups, groups)
+        kind, op = dense_type(compression), job.of(process_set).op_name("average" if op is None else op)
+        check_predivide(gradient_predivide_factor, op)
+        if exchanges:
+            require_own_shards(named, job)
+    attributes.update(compression=compression or Compression.none, op=op, process_set=job.members)
     if exchanges:
         agree(named, job, kind, op)
     vars(optimizer).update(attributes)
     averages = op == "average"
-    dense = DenseSteps(optimizer, named, job, kind == "fp16", averages, sparse_as_dense) if exchanges else None
-    vars(optimizer).update(_methods(optimizer, dense))
+    dense_steps = DenseSteps(optimizer, named, job, kind == "fp16", averages, sparse_as_dense) if exchanges else None
+    vars(optimizer).update(_methods(optimizer, dense_steps))
     return cast("HorovodOptimizer", optimizer)
 
 

@@ -95,12 +95,17 @@ def agree_or_raise(
 
 
 def tell_error(transport: Transport, error: Exception) -> None:
-    """Tell the others, who compare descriptions now, why this rank has none. Collective, as their comparison is.
+    """Tell the others, who compare descriptions now, why this rank has none. Collective, as their comparison is."""
+    report(error, lambda described: gather_if_different(transport, {ERROR_KEY: described}))
+
+
+def report(error: Exception, gather: Callable[[list[str]], object]) -> None:
+    """Give ``gather`` an error's class and message for the other ranks.
 
     The error gets a note where it could not be reported to them.
     """
     try:
-        gather_if_different(transport, {ERROR_KEY: [type(error).__name__, str(error)]})
+        gather([type(error).__name__, str(error)])
     except TransportError as lost:
         # What add_note does, which Python 3.10 lacks.
         note = f"and this could not be reported to the other ranks: {lost}"
@@ -110,11 +115,15 @@ def tell_error(transport: Transport, error: Exception) -> None:
 def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:
     for rank, description in enumerate(descriptions):
         if ERROR_KEY in description:
-            name, message = json.loads(description[ERROR_KEY])
-            own_class = getattr(errors, name, None)
-            if isinstance(own_class, type) and issubclass(own_class, DGCError):
-                raise own_class(f"rank {rank}: {message}")
-            raise RemoteError(f"rank {rank} failed: {name}: {message}")
+            raise error_of(rank, *json.loads(description[ERROR_KEY]))
+
+
+def error_of(rank: int, name: str, message: str) -> DGCError:
+    """What another rank has reported by :func:`report`."""
+    own_class = getattr(errors, name, None)
+    if isinstance(own_class, type) and issubclass(own_class, DGCError):
+        return own_class(f"rank {rank}: {message}")
+    return RemoteError(f"rank {rank} failed: {name}: {message}")
 
 
 def _encode(description: Mapping[str, Any]) -> bytes:

@@ -17,9 +17,12 @@ import numpy as np
 
 from dgc.core.transport import Transport, check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.errors import ConfigError, TransportError
+from dgc.transport.agreement import error_of, report
 from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
 CHOICES = ("auto", "mpi", "horovod")
+
+_QUESTION = "transport.choice"
 
 
 class ProcessSet(Protocol):
@@ -74,12 +77,21 @@ def require_no_choice(rank: int, gather: Gather) -> None:
     _ask({"rank": rank, "choice": None, "refusal": None}, gather)
 
 
+def tell_no_choice(error: Exception, rank: int, gather: Gather) -> None:
+    """Tell the other ranks, which make a transport or require that there is none, why this one fails. Collective."""
+    own = {"rank": rank, "choice": None, "refusal": None}
+    report(error, lambda described: gather({**own, "error": described}, _QUESTION))
+
+
 def _ask(own: dict[str, Any], gather: Gather) -> list[dict[str, Any]]:
     """All ranks' answers, which are known and equal choices."""
     try:
-        answers = gather(own, "transport.choice")
+        answers = gather(own, _QUESTION)
     except TransportError as error:
         raise TransportError(f"{error}; build a compressor on every rank, or on none") from error
+    for answer in answers:
+        if "error" in answer:
+            raise error_of(answer["rank"], *answer["error"])
     without = [answer["rank"] for answer in answers if answer["choice"] is None]
     others = [answer["rank"] for answer in answers if answer["choice"] is not None]
     if without and others:

@@ -29,6 +29,68 @@ def adasum():
     compression.close()
 
 
+WRONG = {
+    "were not named": lambda model: {"named_parameters": list(model.named_parameters())[1:]},
+    "must be unique": lambda model: {"named_parameters": [("twice", p) for p in model.parameters()]},
+    "sequence of tuples": lambda model: {"named_parameters": model.state_dict()},
+    "backward_passes_per_step is 0": lambda _: {"backward_passes_per_step": 0},
+    "op is 'max'": lambda _: {"op": "max"},
+    "compression is 'topk'": lambda _: {"compression": "topk"},
+    "give a torch.optim.Optimizer": lambda _: {"optimizer": None},
+    "give a hvd.ProcessSet": lambda _: {"process_set": 1},
+    "gradient_predivide_factor": lambda _: {"gradient_predivide_factor": -1.0},
+    "groups and num_groups": lambda _: {"groups": 2},
+    "Adasum": lambda _: {"op": hvd.Adasum},
+}
+"""Arguments of ``dgc.torch.DistributedOptimizer``, by the error; the last three are Horovod's where it sends dense."""
+
+
+@case
+def arguments_that_are_wrong_on_one_rank_alone():
+    for dense, rank in itertools.product((False, True), range(hvd.size())):
+        for match, wrong in list(WRONG.items())[: -3 if dense else None]:
+            model = make_model()
+            given = {
+                "optimizer": sgd(model),
+                "named_parameters": model.named_parameters(),
+                "compression": dgc.Compression.none if dense else dgc.Compression.dgc(),
+            }
+            given.update(wrong(model) if hvd.rank() == rank else {})
+            wrapped = lambda given=given: dgc.DistributedOptimizer(**given)  # noqa: E731
+            error = on_every_rank(dgc.ConfigError, match, wrapped, f"{dense} {rank}")
+            assert hvd.rank() == rank or str(error).startswith(f"rank {rank}: "), error
+    model = make_model()
+    train(wrap("b", model, sgd(model))[0], model, 1)
+
+
+@case
+def arguments_of_a_compressor_that_are_wrong_on_one_rank_alone():
+    def bind(wrong):
+        model = make_model()
+        given = {"parameters": model.named_parameters(), "optimizer": sgd(model)}
+        dgc.Compression.dgc(**{**given, **(wrong if hvd.rank() == 1 else {})})
+
+    for match, wrong in {
+        "sparsity": {"sparsity": 2.0},
+        "steps is -1": {"steps": -1},
+        "did you mean sparsity": {"spartsity": 0.9},
+        "also needs optimizer=": {"optimizer": None},
+        "optimizer is 3": {"optimizer": 3},
+        "nothing to compress": {"parameters": []},
+        "pairs": {"parameters": [1]},
+        "op is 'max'": {"op": "max"},
+        "transport must be": {"transport": 1},
+    }.items():
+        on_every_rank((dgc.ConfigError, TypeError, dgc.RemoteError), match, lambda wrong=wrong: bind(wrong))
+    model = make_model()
+    used = wrap("b", other := make_model(1), sgd(other))[1]
+    given = used if hvd.rank() == 1 else dgc.Compression.dgc()
+    on_every_rank(
+        dgc.ConfigError, "already bound to a model", lambda: dgc.DistributedOptimizer(sgd(model), compression=given)
+    )
+    train(wrap("a", model, sgd(model))[0], model, 1)
+
+
 @case
 def a_gradient_changed_on_one_rank_when_all_buckets_may_be_through():
     for way, bucket_bytes in itertools.product("ab", (1, 2**25)):

@@ -213,6 +213,53 @@ def bad_input():
 
 
 @case
+def arguments_that_are_wrong_on_one_rank_alone():
+    """Of both optimizers, dense and compressed, and of DDP's hook; the ranks go on together after each error."""
+
+    def wrapped(wrong, is_dense):
+        model = make_model()
+        given = {
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "named_parameters": list(model.named_parameters()),
+            "compression": None if is_dense else dgc.Compression.dgc(),
+        }
+        dgc.DistributedOptimizer(**{**given, **(wrong if dist.get_rank() == 1 else {})})
+
+    def registered(wrong):
+        model = DistributedDataParallel(make_model())
+        given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "compression": dgc.Compression.dgc()}
+        dgc.ddp.register(**{"model": model, **given, **(wrong if dist.get_rank() == 1 else {})})
+
+    tensor = torch.zeros(3, requires_grad=True)
+    for match, wrong in {
+        "were not named": {"named_parameters": [("other", tensor)]},
+        "must be unique": {"named_parameters": [("twice", tensor), ("twice", tensor)]},
+        "backward_passes_per_step is 0": {"backward_passes_per_step": 0},
+        "op is 'max'": {"op": "max"},
+        "compression is 'topk'": {"compression": "topk"},
+        "give a torch.optim.Optimizer": {"optimizer": 3},
+        "process_set= is Horovod's": {"process_set": 1},
+        "gradient_predivide_factor": {"gradient_predivide_factor": -1.0},
+        "groups and num_groups": {"groups": 2},
+    }.items():
+        for is_dense in (False, True):
+            on_every_rank(dgc.ConfigError, match, lambda: wrapped(wrong, is_dense))  # noqa: B023
+    on_every_rank(
+        dgc.ConfigError, "needs Horovod", lambda: wrapped({"compression": dgc.Compression.dgc(transport="mpi")}, False)
+    )
+    for match, wrong in {
+        "0 DistributedDataParallel modules": {"model": make_model()},
+        "give a torch.optim.Optimizer": {"optimizer": 3},
+        "were not named": {"optimizer": torch.optim.SGD([tensor], lr=0.1)},
+        "compression is 'topk'": {"compression": "topk"},
+        "take a compressor from": {"compression": dgc.Compression.none},
+    }.items():
+        on_every_rank(dgc.ConfigError, match, lambda: registered(wrong))  # noqa: B023
+    wrapped({}, False)
+    registered({})
+
+
+@case
 def a_model_in_ddp_is_named_before_anything_is_applied():
     """In its forward pass; where DDP was built after the optimizer, at the latest in the first step."""
     text = r"trained in DistributedDataParallel.*dgc\.ddp\.register\(model, optimizer, compression\)"
