@@ -250,10 +250,12 @@ class EngineBase(abc.ABC):
             exchange.reset()
         self._clear()
 
-    def abandon(self) -> None:
-        """Leave a step behind that an exception or an error ended; call it on all ranks."""
-        for exchange in self._exchanges:
-            exchange.abandon()
+    def abandon(self) -> bool:
+        """Leave a step behind that an exception or an error ended; call it on all ranks.
+
+        Returns whether all ranks had handed over all gradients of one that was not finished, as ``Exchange.abandon``.
+        """
+        return all([exchange.abandon() for exchange in self._exchanges])
 
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and, unless it shall be kept, the transport."""

@@ -224,11 +224,12 @@ class Engine(EngineBase):
     def _decide(self) -> None:
         self.results.drop_if_cleared()
 
-    def abandon(self) -> None:  # noqa: D102
-        super().abandon()
+    def abandon(self) -> bool:  # noqa: D102
+        through = super().abandon()
         self._pending.clear()
         self._tensors.release()
         self._opened = False
+        return through
 
     def close(self, keep_transport: bool = False) -> None:  # noqa: D102
         self.watch.end()

@@ -133,6 +133,14 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
     return holder
 
 
+def wait_for(handles: Iterable[object]) -> None:
+    """Wait for collectives that all ranks have begun, or begin now."""
+    from horovod.torch import mpi_ops
+
+    for handle in handles:
+        mpi_ops.synchronize(handle)
+
+
 class Placeholders:
     """The one-element tensors that Horovod reduces in the place of gradients; they are used again and again."""
 

@@ -18,7 +18,7 @@ from dgc.adapter.job import check_placeholder
 from dgc.core.config import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 from dgc.torch.engine import Engine
-from dgc.torch.horovod import Placeholders, find_owner
+from dgc.torch.horovod import Placeholders, find_owner, wait_for
 from dgc.torch.step import CHANGED, Closure, StepWatch, is_changed
 from dgc.torch.untraced import untraced
 
@@ -34,9 +34,10 @@ class HorovodSteps(StepWatch):
 
     Attributes:
         lost: whether a step was given up whose exchange had begun, which Horovod's optimizer cannot take back.
+        all_handed_over: whether a step is to be given up all of whose gradients all ranks had handed over.
     """
 
-    lost = False
+    lost = all_handed_over = False
 
     def __init__(self, engine: Engine, compressor: HorovodCompressor) -> None:
         super().__init__(engine)
@@ -112,13 +113,21 @@ class HorovodSteps(StepWatch):
         return o is None or (self.plain_step and "synchronize" not in vars(o))
 
     def give_up(self) -> None:
-        """Forget the backward passes since the last step; after one of an exchange the next step is an error."""
+        """Forget the backward passes since the last step; after one of an exchange the next step is an error.
+
+        That is so on all ranks or on none: where all had handed over all gradients, some may have made the update, and
+        the placeholders of the others are waited for here.
+        """
         if not self.drives:
             return
         self.take_back()
         optimizer = self._optimizer
-        handed_over = any(left <= 0 for left in optimizer._allreduce_delay.values())
-        self.lost |= handed_over or any(handle is not None for handle, _ in optimizer._handles.values())
+        handles = [handle for handle, _ in optimizer._handles.values() if handle is not None]
+        if self.all_handed_over:
+            self.all_handed_over = False
+            wait_for(handles)
+        else:
+            self.lost |= bool(handles) or any(left <= 0 for left in optimizer._allreduce_delay.values())
         optimizer._handles.clear()
         for group in optimizer._group_counts:
             optimizer._group_counts[group] = 0
@@ -216,12 +225,18 @@ class HorovodCompressor(CompressorBase[Engine]):
         return result
 
     def reset(self) -> None:  # noqa: D102
+        self._abandon()
         super().reset()
         self._give_up()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:  # noqa: D102
+        self._abandon()
         super().load_state_dict(state, resize)
         self._give_up()
+
+    def _abandon(self) -> None:
+        if self.engine is not None and self.engine.abandon() and self._steps is not None:
+            self._steps.all_handed_over = True
 
     def _give_up(self) -> None:
         """Let the optimizer forget a step that an error or an exception left half done."""

@@ -826,10 +826,11 @@ class Exchange:
         self.state.reset()
         self.stats = Stats()
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         """Leave a half-done or broken step behind; all ranks must call it.
 
-        Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused.
+        Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused. Returns whether all
+        buckets of a half-done one have run: all ranks had handed over all their gradients, and none an error.
         """
         given_up = RemoteError("the step was given up by reset() or load_state_dict()")
         with self.latest.lock:
@@ -837,8 +838,10 @@ class Exchange:
             if self.latest.stage is Stage.OPEN:
                 self.latest.announce(given_up)  # the others may be waiting for this rank's messages
         self.wait()
+        through = self.latest.stage is Stage.THROUGH
         if under_way:
             self.latest.fail(given_up)
+        return through
 
     def close(self) -> bool:
         """End the communication thread; False where the transport must not be closed: see :meth:`Pipeline.close`."""

@@ -8,7 +8,18 @@ import time
 
 import horovod.torch as hvd
 import torch
-from models import each_way, flat, loss_of, make_model, on_every_rank, raises, sgd, train, wrap
+from models import (
+    assert_replicas_identical,
+    each_way,
+    flat,
+    loss_of,
+    make_model,
+    on_every_rank,
+    raises,
+    sgd,
+    train,
+    wrap,
+)
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -89,6 +100,38 @@ def arguments_of_a_compressor_that_are_wrong_on_one_rank_alone():
         dgc.ConfigError, "already bound to a model", lambda: dgc.DistributedOptimizer(sgd(model), compression=given)
     )
     train(wrap("a", model, sgd(model))[0], model, 1)
+
+
+@case
+def an_exception_between_backward_and_step_under_horovods_optimizer():
+    """On one rank alone, while the other makes the update, and on all: these go on together, or not, by chance."""
+
+    def outcome(optimizer, model):
+        try:
+            train(optimizer, model, 2, start=3)
+        except dgc.ConfigError as error:
+            return str(error)
+        return "goes on"
+
+    for failing in ([0], [1], [0, 1]):
+        model = make_model()
+        optimizer, compression = wrap("a", model, sgd(model), sparsity=0.9)
+        train(optimizer, model, 2)
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        if hvd.rank() not in failing:
+            optimizer.step()
+        hvd.allreduce(torch.zeros(1), name="together")  # the others have made their update
+        compression.reset()
+        outcomes = hvd.allgather_object(outcome(optimizer, model), name=f"outcomes {failing}")
+        assert len(set(outcomes)) == 1, outcomes
+        if len(failing) == 1:
+            assert "do not train the same model" in outcomes[0], outcomes
+        elif outcomes[0] == "goes on":
+            assert_replicas_identical(model, f"{failing}")
+        else:
+            assert "cannot take back" in outcomes[0], outcomes
+        compression.close()
 
 
 @case
