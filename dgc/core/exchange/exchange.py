@@ -830,7 +830,8 @@ class Exchange:
         """Leave a half-done or broken step behind; all ranks must call it.
 
         Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused. Returns whether all
-        buckets of a half-done one have run: all ranks had handed over all their gradients, and none an error.
+        buckets have run of a step that is half done, or of one whose error came too late: all ranks had handed over
+        all their gradients, and none an error.
         """
         given_up = RemoteError("the step was given up by reset() or load_state_dict()")
         with self.latest.lock:
@@ -838,7 +839,7 @@ class Exchange:
             if self.latest.stage is Stage.OPEN:
                 self.latest.announce(given_up)  # the others may be waiting for this rank's messages
         self.wait()
-        through = self.latest.stage is Stage.THROUGH
+        through = self.latest.stage is Stage.THROUGH or self.latest.failure_pending
         if under_way:
             self.latest.fail(given_up)
         return through

@@ -154,8 +154,11 @@ def a_gradient_changed_on_one_rank_when_all_buckets_may_be_through():
             optimizer.step()
         compression.reset()
         optimizer.zero_grad()
-        if way == "b":  # otherwise one rank has made a step that another has not
+        if way == "b":
             train(optimizer, model, 2)
+        else:  # one rank has made a step that another has not
+            different = dgc.ConfigError, "do not train the same model"
+            on_every_rank(*different, lambda: train(optimizer, model, 1), f"{way} {bucket_bytes}")  # noqa: B023
         compression.close()
 
 
