@@ -6,7 +6,7 @@ import pytest
 
 from dgc.errors import ConfigError, TransportError
 from dgc.transport import choice as module
-from dgc.transport.choice import choose_transport, require_no_choice
+from dgc.transport.choice import choose_transport, require_no_choice, tell_no_choice
 
 
 def horovod(**facts):
@@ -50,6 +50,14 @@ def test_some_ranks_without_a_compressor(mpi):
     with pytest.raises(ConfigError, match=text):
         require_no_choice(1, lambda own, *_: [{"rank": 0, "choice": "auto", "refusal": None}, own])
     require_no_choice(1, lambda own, *_: [own, own])
+
+
+def test_a_rank_that_fails_before_it_chooses(mpi):
+    told = []
+    tell_no_choice(ConfigError("its argument is wrong"), 1, lambda own, *_: told.append(own))
+    for ask in ("auto", None):
+        with pytest.raises(ConfigError, match="rank 1: its argument is wrong"):
+            require_no_choice(0, lambda own, *_: [{**own, "choice": ask}, *told])  # noqa: B023
 
 
 def test_ranks_that_cannot_be_asked(mpi):

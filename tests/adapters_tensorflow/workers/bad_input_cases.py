@@ -39,6 +39,25 @@ def momentum_that_differs_between_ranks():
 
 
 @case
+def arguments_that_are_wrong_on_one_rank_alone():
+    def bind(**wrong):
+        model = m.make_model()
+        given = {"parameters": m.raw(model.trainable_variables), "optimizer": keras.optimizers.SGD(0.1, momentum=0.9)}
+        dgc.Compression.dgc(**{**given, **(wrong if hvd.rank() == 1 else {})})
+
+    for part, wrong in {
+        "steps is -1": {"steps": -1},
+        "op is 'max'": {"op": "max"},
+        "also needs optimizer=": {"optimizer": None},
+        "optimizer is 3": {"optimizer": 3},
+        "nothing to compress": {"parameters": []},
+        "momentum would be applied twice": {"momentum": 0.9},
+    }.items():
+        m.assert_raises(lambda: bind(**wrong), part)  # noqa: B023
+    m.tape_step(m.make_model(), dgc.Compression.dgc(momentum=0.0))
+
+
+@case
 def momentum_twice():
     inner = keras.optimizers.SGD(0.1, momentum=0.9)
     m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner, momentum=0.9), "momentum would be applied twice")
