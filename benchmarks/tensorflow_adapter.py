@@ -88,7 +88,7 @@ def main() -> None:
     graph(gradients)
     engine = compressor.engine
     assert engine is not None
-    group = engine.group(range(args.tensors))
+    group = engine.group_of(range(args.tensors))
     hyper = Hyper.uniform(args.tensors, compressor.config)
     arrays = [np.asarray(g) for g in gradients]
 

@@ -1,4 +1,4 @@
-"""What an engine is in every framework: one model's tensors on one rank, and the exchanges of the core behind them."""
+"""What an engine is in every framework: one model's tensors on one rank, and the exchange of the core behind them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NO_EXCHANGE: Final[dict[str, Any]] = {"density": 1.0, "sparsified_share": 0.0, "
 
 
 class EngineBase(abc.ABC):
-    """Tensors of one model, the options adopted for them, and the exchanges. Construction is collective.
+    """Tensors of one model, the options adopted for them, and their exchange. Construction is collective.
 
     Attributes:
         names: of the tensors, in registration order.
@@ -63,11 +63,12 @@ class EngineBase(abc.ABC):
         self.transport = transport
         self.between = transport
         self._config = config
-        # Changed in place only: who ends the threads of an engine that was dropped holds this very list.
+        # The one that there is, or none yet. Changed in place only: who ends the threads of an engine that was dropped
+        # holds this very list.
         self._exchanges: list[Exchange] = []
         self._is_closed = self.follows = False
         self.observers: list[Observer] = []
-        self._told = self._refused = 0
+        self._refused = 0
         self._nodes: list[Transport] = []  # what construction opens beside the caller's transport
 
     # -- the framework's half ------------------------------------------------------------------------------------
@@ -77,12 +78,12 @@ class EngineBase(abc.ABC):
         """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange."""
 
     @abc.abstractmethod
-    def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What this framework saves beside the exchanges' states."""
+    def _extra_state(self) -> dict[str, Any]:
+        """What this framework saves beside the exchange's state."""
 
     @abc.abstractmethod
     def _take_state(self, saved: dict[str, Any]) -> None:
-        """Hand a state that is not empty to the exchanges."""
+        """Hand a state that is not empty to the exchange."""
 
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The state under this model's names, where they may differ from those it was saved under."""
@@ -129,25 +130,14 @@ class EngineBase(abc.ABC):
 
     @property
     def stats(self) -> Stats:
-        """The counters of all exchanges together."""
-        if len(self._exchanges) == 1:
-            return self._exchanges[0].stats
-        joined = Stats()
-        for exchange in self._exchanges:
-            joined.steps = max(joined.steps, exchange.stats.steps)
-            joined.refused_steps = max(joined.refused_steps, exchange.stats.refused_steps)
-            joined.last.add(exchange.stats.last)
-            joined.total.add(exchange.stats.total)
-        return joined
+        """The counters of the exchange."""
+        return self._exchanges[0].stats if self._exchanges else Stats()
 
     def _tell_observers(self) -> None:
-        """At the end of a step; with several exchanges, of one that all of them have finished."""
-        done = min((exchange.stats.steps for exchange in self._exchanges), default=0)
-        if done == self._told:
-            return
+        """At the end of a step."""
         stats = self.stats
-        refused, self._told, self._refused = stats.refused_steps > self._refused, done, stats.refused_steps
-        step = max(exchange.state.step for exchange in self._exchanges) - (not refused)
+        refused, self._refused = stats.refused_steps > self._refused, stats.refused_steps
+        step = self._exchanges[0].state.step - (not refused)
         for observer in list(self.observers):
             try:
                 observer({"step": step, "refused": refused, **stats.last.as_dict()})
@@ -160,15 +150,15 @@ class EngineBase(abc.ABC):
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
         self._decide()
-        return float(np.sqrt(sum(e.residual_norm() ** 2 for e in self._exchanges)))
+        return sum(exchange.residual_norm() for exchange in self._exchanges)
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
         self._decide()
-        exchanges, config = self._exchanges, self._config
-        layout = exchanges[0].layout if len(exchanges) == 1 else self.layout
+        config, exchange = self._config, next(iter(self._exchanges), None)
+        layout = self.layout if exchange is None else exchange.layout
         schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-        step, ranks = max((e.state.step for e in exchanges), default=0), self.between.rank_info()
+        step, ranks = 0 if exchange is None else exchange.state.step, self.between.rank_info()
         updated = self.how_updated
         if updated == "sparse" and not layout.sparse_numel:
             updated = "dense: nothing is sparsified"
@@ -180,10 +170,10 @@ class EngineBase(abc.ABC):
             "parameters": layout.numel,
             "small": config.small,
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
-            "buckets": sum(len(e.layout.buckets) for e in exchanges) or len(layout.buckets),
+            "buckets": len(layout.buckets),
             "transport": self.between.name,
             "ranks": ranks["size"],
-            "kernels": exchanges[0].kernels.name if exchanges else None,
+            "kernels": None if exchange is None else exchange.kernels.name,
             "nodes": ranks.get("nodes"),
             "updates": updated,
         }
@@ -214,12 +204,10 @@ class EngineBase(abc.ABC):
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, as :meth:`~dgc.core.exchange.exchange.Exchange.state_dict`, of all exchanges in one."""
+        """This rank's state: :meth:`~dgc.core.exchange.exchange.Exchange.state_dict`, and what the framework adds."""
         self._decide()
-        states = [exchange.state_dict() for exchange in self._exchanges]
-        parameters = {name: entry for state in states for name, entry in state["parameters"].items()}
-        whole = {**EMPTY, **(states[0] if states else {}), "parameters": parameters, **self.between.rank_info()}
-        return {**whole, **self._extra_state(states)}
+        state = self._exchanges[0].state_dict() if self._exchanges else {**EMPTY, "parameters": {}}
+        return {**state, **self.between.rank_info(), **self._extra_state()}
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
         """Look whether :meth:`load_state_dict` will take a state; changes nothing. Local: no communication."""
@@ -231,7 +219,7 @@ class EngineBase(abc.ABC):
         saved = self._renamed(saved)
         # Tensors whose gradients are sent otherwise have no state.
         others = set(self.names) - {p.name for p in self.layout.parameters}
-        require_fit(saved, self.layout, self.names if "groups" in saved else others)
+        require_fit(saved, self.layout, self.names if "kinds" in saved else others)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state of this rank; an empty one resets. Call it on all ranks."""
@@ -245,7 +233,7 @@ class EngineBase(abc.ABC):
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""
         self.abandon()
-        self._told = self._refused = 0
+        self._refused = 0
         for exchange in self._exchanges:
             exchange.reset()
         self._clear()
@@ -270,11 +258,12 @@ def _require_extras(saved: Mapping[str, Any]) -> None:
         value = saved.get(key, ())
         if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
             raise LayoutError(f"the saved compressor state has {key}={value!r:.80}, not a list of names; it is damaged")
-    groups = saved.get("groups", ())
-    for group in groups if isinstance(groups, (list, tuple)) else [groups]:
-        whole = isinstance(group, Mapping) and {"names", "step", "rate"} <= set(group)
-        if not whole or any(name not in saved["parameters"] for name in group["names"]):
-            raise LayoutError("the saved compressor state has a group without its variables; it is damaged")
+    kinds = zip(saved.get("names", ()), saved.get("kinds", ()), strict=False)
+    if any(kind != "none" and name not in saved["parameters"] for name, kind in kinds):
+        raise LayoutError("the saved compressor state comes without its variables; it is damaged")
+    rate = saved.get("rate")
+    if rate is not None and not isinstance(rate, (int, float)):
+        raise LayoutError(f"the saved compressor state has rate={rate!r:.80}, not a number; it is damaged")
 
 
 def close_all(exchanges: list[Exchange], *transports: Transport) -> None:

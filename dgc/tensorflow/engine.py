@@ -1,4 +1,4 @@
-"""One model's variables on one rank, bound to exchanges of the core.
+"""One model's variables on one rank, bound to an exchange of the core.
 
 Every variable has one index: its place among the variables that the compressor was built for.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
@@ -47,10 +47,7 @@ ENDED = Flags.BY_TRAINING
 
 
 class Group:
-    """An exchange of the core over some of a model's variables.
-
-    The wrappers of this package have one group of all variables. Horovod's own classes decide by ``groups=`` which
-    gradients are at hand together.
+    """An exchange of the core over those of a model's variables that had gradients in the first step.
 
     Attributes:
         indices: places of the group's variables in the model.
@@ -66,10 +63,7 @@ class Group:
         transport: Transport,
         loss_scale: LossScale,
     ) -> None:
-        """Allocate the state. All ranks must have agreed on the variables before.
-
-        The other groups, which run one after the other, use the same transport.
-        """
+        """Allocate the state. All ranks must have agreed on the variables before."""
         self.indices = tuple(indices)
         self.names = [p.name for p in layout.parameters]
         kernels = compiled(config, lambda: choose_kernels("cpu"), lambda chosen: chosen)
@@ -218,12 +212,11 @@ DENSE, NONE = "dense", "none"
 
 
 class Engine(EngineBase):
-    """Variables, adopted momentum, and the exchanges of one compressor. Construction is collective.
+    """Variables, adopted momentum, and the exchange of one compressor. Construction is collective.
 
     Attributes:
         variables: those that the compressor was built for, in registration order.
-        groups: of variables that are exchanged together.
-        group_of: the group that was made for a variable, by its index.
+        group: the variables that are exchanged; None before the first step.
         kinds: of each variable's gradient: DENSE or NONE; None before the first step.
     """
 
@@ -251,8 +244,7 @@ class Engine(EngineBase):
         self._loss_scale = loss_scale
         self._lacks_residuals = lacks_residuals
         self._index = {id(v): i for i, v in enumerate(self.variables)}
-        self.groups: list[Group] = []
-        self.group_of: dict[int, Group] = {}
+        self.group: Group | None = None
         self.kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
         self._dense: set[int] = set()
@@ -337,7 +329,8 @@ class Engine(EngineBase):
         """Follow the momentum that the user gave the optimizer since the last step, and after a reset its slots."""
         try:
             self.adoption.take()
-            self._absorb_slots(self.groups if self._has_loaded else ())
+            if self._has_loaded:
+                self._absorb_slots()
             self._has_loaded = False
         except ConfigError as error:
             self.fail_in_step(error)
@@ -352,27 +345,21 @@ class Engine(EngineBase):
         if steps == first:
             moment.absorb([self.variables[i] for i in group.indices], steps, group.absorb)
 
-    def group(self, indices: Sequence[int]) -> Group:
+    def group_of(self, indices: Sequence[int]) -> Group:
         """The group of these variables and of those that have no gradient now; the first call makes it."""
-        indices = tuple(indices)
-        known = self.group_of.get(indices[0])
-        if known is not None and set(indices) == {i for i in known.indices if i in self._dense or i in indices}:
-            return known
-        taken = [i for i in indices if i in self.group_of]
-        if taken:
+        if self.group is None:
+            variables, layout = [self.variables[i] for i in indices], self._layout_of(indices)
+            self.group = Group(indices, layout, variables, self._config, self.between, self._loss_scale)
+            self._exchanges.append(self.group.exchange)
+            self._absorb_slots()
+        elif set(indices) != {i for i in self.group.indices if i in self._dense or i in indices}:
             self.fail(
                 LayoutError(
-                    f"{self.names[taken[0]]!r} is exchanged together with other variables than in the first step; the "
-                    "set of gradients and Horovod's groups must stay, or build a new compressor"
+                    f"{self.names[indices[0]]!r} is exchanged together with other variables than in the first step; "
+                    "the set of gradients must stay, or build a new compressor"
                 )
             )
-        variables = [self.variables[i] for i in indices]
-        made = Group(indices, self._layout_of(indices), variables, self._config, self.between, self._loss_scale)
-        self.groups.append(made)
-        self._exchanges.append(made.exchange)
-        self.group_of.update(dict.fromkeys(indices, made))
-        self._absorb_slots([made])
-        return made
+        return self.group
 
     def exchange(
         self,
@@ -381,12 +368,13 @@ class Engine(EngineBase):
         learning_rate: float | None,
         parameters: Sequence[np.ndarray],
     ) -> tuple[list[np.ndarray], int]:
-        """Exchange one step of the group of these variables: see :meth:`dgc.tensorflow.engine.Group.run`."""
+        """Exchange one step of these variables: see :meth:`dgc.tensorflow.engine.Group.run`."""
         self.take_momentum()  # a graph is not traced anew when the user assigns another one
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.taken
-        group = self.group_of[indices[0]]
+        group = self.group
+        assert group is not None, "it was made when the graph was"
         self.follow_moment(group)
         made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
         if self.observers:
@@ -395,9 +383,8 @@ class Engine(EngineBase):
 
     def fail(self, error: DGCError) -> NoReturn:
         """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange."""
-        # With several groups it is unknown which one the others are in; a rank that raises ends the job anyway.
-        if len(self.groups) == 1:
-            self.groups[0].fail(error)
+        if self.group is not None:
+            self.group.fail(error)
         raise error
 
     def fail_in_step(self, error: DGCError) -> NoReturn:
@@ -409,13 +396,10 @@ class Engine(EngineBase):
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
-    def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        groups = [
-            {"names": g.names, "step": s["step"], "rate": g.rate} for g, s in zip(self.groups, states, strict=True)
-        ]
-        moment = self.adoption.moment
+    def _extra_state(self) -> dict[str, Any]:
+        moment, rate = self.adoption.moment, None if self.group is None else self.group.rate
         earlier = None if moment is None else moment.earlier_steps
-        return {"groups": groups, "kinds": list(self.kinds or ()), "names": self.names, "earlier_steps": earlier}
+        return {"rate": rate, "kinds": list(self.kinds or ()), "names": self.names, "earlier_steps": earlier}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
         self._left_at = 0
@@ -428,23 +412,18 @@ class Engine(EngineBase):
                 "another model: build the compressor for the model that was saved, or call reset() to begin with empty "
                 "residuals"
             )
-        # Without groups the state comes from another framework or from resize, where everything was one group.
-        whole = [{"names": list(saved["parameters"]), "step": saved["step"], "rate": None}]
-        self._absorb_slots(self.groups if self._has_loaded else ())
+        if self._has_loaded:
+            self._absorb_slots()
         self._has_loaded = False  # no later look at the slots shall replace what is loaded now
         if saved.get("kinds"):
             self.kinds = tuple(saved["kinds"])
         if self.adoption.moment is not None:
             self.adoption.moment.earlier_steps = saved.get("earlier_steps")
-        for entry in saved.get("groups", whole):
-            if not entry["names"]:
-                continue
-            group = self.group([names[name] for name in entry["names"]])
-            group.use(self._layout_of(group.indices))
-            own = {name: saved["parameters"][name] for name in entry["names"]}
-            group.exchange.load_state_dict({**saved, "parameters": own, "step": entry["step"]})
-            group.rate = entry["rate"]
-        self._exchanges[:] = [group.exchange for group in self.groups]
+        group = self.group_of(sorted(names[name] for name in saved["parameters"]))
+        group.use(self._layout_of(group.indices))
+        group.exchange.load_state_dict(saved)
+        group.rate = saved.get("rate")
+        self._exchanges[:] = [group.exchange]
         self.layout = self._layout_of(range(len(self.variables)))
 
     def remember(self) -> None:
@@ -458,18 +437,19 @@ class Engine(EngineBase):
 
     def begin_anew(self, forget: bool) -> None:
         """Go on with variables that were broadcast, on all ranks; ``forget`` the state of a run that was left."""
-        for group in self.groups:
-            if forget:
-                group.forget()
-                self._has_loaded, self._has_slots, self._lacks_residuals = True, False, True
-                self._left_at = self.adoption.steps
-            group.compare_again()
+        if self.group is None:
+            return
+        if forget:
+            self.group.forget()
+            self._has_loaded, self._has_slots, self._lacks_residuals = True, False, True
+            self._left_at = self.adoption.steps
+        self.group.compare_again()
 
     def close(self, keep_transport: bool = False) -> None:
         """End the communication threads and give the memory back; what is still known are options and statistics."""
         super().close(keep_transport)
-        for group in self.groups:
-            group.release()
+        if self.group is not None:
+            self.group.release()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state."""
@@ -481,8 +461,8 @@ class Engine(EngineBase):
         self._left_at = 0
         if self.adoption.moment is not None:
             self.adoption.moment.earlier_steps = self.adoption.steps
-        for group in self.groups:
-            group.rate = None
+        if self.group is not None:
+            self.group.rate = None
         # A model of another moment was loaded perhaps, with a dense run's slots in its optimizer.
         self._has_loaded = True
 
@@ -529,10 +509,10 @@ class Engine(EngineBase):
         )
         self._config = dataclasses.replace(self._config, include=include, exclude=exclude)
 
-    def _absorb_slots(self, groups: Iterable[Group]) -> None:
-        for group in groups:
-            members = [self.variables[i] for i in group.indices]
-            self._has_slots |= self.adoption.absorb_slots(members, self.variables, group.absorb)
+    def _absorb_slots(self) -> None:
+        if self.group is not None:
+            members = [self.variables[i] for i in self.group.indices]
+            self._has_slots |= self.adoption.absorb_slots(members, self.variables, self.group.absorb)
 
     def _warn_of_loss(self) -> None:
         """Warn of what a model that was loaded without the compressor's state does not hold."""

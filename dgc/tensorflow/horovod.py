@@ -1,12 +1,9 @@
 """Horovod for TensorFlow: its module, a transport of its collectives, and its own tape and optimizers.
 
 The last part holds all that Horovod's own classes need, and the only look into Python frames. Horovod calls
-``compress``, its own allreduce and ``decompress`` for one variable after the other, each inside a ``tf.cond``; with
-``groups=1`` for all together inside one. Those must run in the same order on all ranks, so each waits for the one
-before, and a ``decompress`` must never wait for a ``compress`` that comes later in the graph. Here the first
-``decompress`` of a group crosses to the core with the gradients of all variables that were compressed since the last
-one: without groups that is one variable, with ``groups=1`` the whole model. ``compress`` gets a gradient without its
-variable, so the frames above it are searched for Horovod's two lists.
+``compress``, its own allreduce and ``decompress`` for one variable after the other; with ``groups=1``, which is
+required here, for all together. The first ``decompress`` crosses to the core with the gradients of all variables.
+``compress`` gets a gradient without its variable, so the frames above it are searched for Horovod's two lists.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -158,7 +155,6 @@ class Pending:
     index: int
     gradient: tf.Tensor
     variable: tf.Variable
-    group: list[Pending] = field(default_factory=list)
     result: tf.Tensor | None = None
 
 
@@ -182,6 +178,7 @@ class HorovodCompressor(CompressorBase[Engine]):
     _job = HOROVOD
     _user: str | None = None
     _waiting: Sequence[Pending] = ()
+    _expected = 0
     _turn: tf.Variable | None = None
 
     def claim(self, user: str) -> None:
@@ -235,19 +232,17 @@ class HorovodCompressor(CompressorBase[Engine]):
         self._rate = engine.adoption.learning_rate(call.optimizer)
         earlier = bool(self._waiting) and self._waiting[0].gradient.graph is not tensor.graph
         pending = Pending(indices[place], tensor, raw_variable(call.variables[place]))
+        self._expected = sum(gradient is not None for gradient in call.gradients)
         self._waiting = [*(() if earlier else self._waiting), pending]  # an earlier trace was given up half-way
         return tf.ones([1], tf.float32), pending
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: tf.Tensor, ctx: Pending | None) -> tf.Tensor:
-        """Return the exchanged gradient for the reduced placeholder; the first call crosses for all of its group."""
+        """Return the exchanged gradient for the reduced placeholder; the first call crosses for all variables."""
         if ctx is None:
             return tensor
-        if not ctx.group:
-            members = sorted(self._waiting, key=lambda p: p.index)
-            self._waiting = ()
-            for member in members:
-                member.group = members
+        if ctx.result is None:
+            members, self._waiting = sorted(self._waiting, key=lambda p: p.index), ()
             self._cross(members, tensor)
         assert ctx.result is not None
         return ctx.result
@@ -266,7 +261,14 @@ class HorovodCompressor(CompressorBase[Engine]):
         assert engine is not None, "compress() has refused to be called unbound"
         assert self._turn is not None
         indices = [m.index for m in members]
-        engine.group(indices)
+        if len(members) < self._expected:
+            engine.fail(
+                ConfigError(
+                    "Horovod hands over the gradients one by one or in several groups: pass groups=1 to its "
+                    "DistributedGradientTape or DistributedOptimizer, or use the wrappers of dgc.tensorflow"
+                )
+            )
+        engine.group_of(indices)
         probe = tf.reshape(tf.convert_to_tensor(members[0].variable), [-1])[:_PROBED]
         values = [m.variable for m in members] if any(engine.adoption.hyper.weight_decay) else []
         step = _step_of(self, indices)
@@ -290,7 +292,8 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
         *gradients, sum_of_ones, probed = arrays[: count + 2]
         # Ranks that still train see the same placeholder; one that has joined could not be sent an error.
         check_placeholder(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
-        group = engine.group_of[indices[0]]
+        group = engine.group
+        assert group is not None, "it was made when the graph was"
         own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
         if not np.array_equal(own, probed, equal_nan=True):
             group.fail(

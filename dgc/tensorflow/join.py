@@ -52,7 +52,8 @@ def join(compression: DGCCompressor) -> int:
                 "LossScaleOptimizer or hierarchical=True; give every rank the same number of batches"
             )
         )
-    group = engine.groups[0]
+    group = engine.group
+    assert group is not None, "it has exchanged"
     last = _follow_until_all_joined(engine, group)
     compression.generation += 1  # what an accumulation that has not ended has added up
     members = compression.process_set()
@@ -64,7 +65,8 @@ def end_together(engine: Engine) -> None:
     """Find out whether all ranks end their ``fit()`` here, where a callback ends it on this one. Nothing is changed."""
     if _obstacle(engine):
         return
-    (group,) = engine.groups
+    group = engine.group
+    assert group is not None, "it has exchanged"
     exchange, stats = group.exchange, copy.deepcopy(group.exchange.stats)
     try:
         _step_without_data(engine, group, Flags.JOINED | ENDED)
@@ -101,9 +103,8 @@ def _step_without_data(engine: Engine, group: Group, flags: int) -> None:
 
 
 def _obstacle(engine: Engine) -> bool:
-    return (
-        len(engine.groups) != 1 or callable(engine.groups[0].exchange.loss_scale) or engine.between.inside is not None
-    )
+    group = engine.group
+    return group is None or callable(group.exchange.loss_scale) or engine.between.inside is not None
 
 
 def _take_over(engine: Engine, group: Group, members: object, root: int) -> None:

@@ -175,7 +175,7 @@ class Reducer:
         if not dense:
             return gradients, tf.constant(APPLY, tf.int32)
         members = [index for index, _ in dense]
-        engine.group(members)
+        engine.group_of(members)
         adoption, places, parameters = engine.adoption, [i for _, i in dense], []
         if any(adoption.hyper.weight_decay):
             parameters = [adoption.decayed(index, variables[i]) for index, i in dense]

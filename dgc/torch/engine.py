@@ -213,7 +213,7 @@ class Engine(EngineBase):
             )
         return True
 
-    def _extra_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _extra_state(self) -> dict[str, Any]:
         return {}
 
     def _take_state(self, saved: dict[str, Any]) -> None:

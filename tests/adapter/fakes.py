@@ -67,11 +67,11 @@ class FakeHorovod(Horovod):
 
 
 class FakeEngine(EngineBase):
-    """``names``: one list for each exchange."""
+    """Without ``names`` nothing is exchanged yet."""
 
     what, advice = "tensors", "Give every rank the same tensors."
 
-    def __init__(self, transport, config, names=(("a",), ("b",)), numel=2048, bad=False):
+    def __init__(self, transport, config, names=("a", "b"), numel=2048, bad=False):
         super().__init__(config, transport)
 
         def layout(of):
@@ -80,11 +80,11 @@ class FakeEngine(EngineBase):
         def build():
             if bad:
                 raise ValueError("no memory")
-            self.names = [n for group in names for n in group]
+            self.names = list(names)
             self.adoption = SimpleNamespace(hyper=Hyper.uniform(len(self.names), config), active=False)
-            for group in names:
-                self._exchanges.append(Exchange(layout(group), config, transport, ReferenceKernels()))
-            return layout(self.names or ["a", "b"]) if self.names else empty()
+            if names:
+                self._exchanges.append(Exchange(layout(names), config, transport, ReferenceKernels()))
+            return layout(names) if names else empty()
 
         def empty():
             self.adoption = SimpleNamespace(hyper=Hyper.uniform(2, config), active=False)
@@ -110,13 +110,12 @@ class FakeEngine(EngineBase):
     def fail(self, error):
         self._exchanges[0].fail(error)
 
-    def _extra_state(self, states):
-        return {"count": len(states)}
+    def _extra_state(self):
+        return {"count": len(self._exchanges)}
 
     def _take_state(self, saved):
         for exchange in self._exchanges:
-            own = {p.name: saved["parameters"][p.name] for p in exchange.layout.parameters}
-            exchange.load_state_dict({**saved, "parameters": own})
+            exchange.load_state_dict(saved)
 
     def _leave_step(self):
         self.left += 1

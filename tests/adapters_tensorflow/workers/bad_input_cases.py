@@ -333,6 +333,23 @@ def groups_in_the_wrapper_and_unknown_options():
 
 
 @case
+def horovods_own_classes_without_one_group():
+    for groups in (None, 2):
+        for graph in (False, True):
+            model = m.make_model()
+            stock = dgc.Compression.dgc(m.raw(model.trainable_variables), momentum=0.0)
+            before = m.values(model)
+            step = m.stepper(model, keras.optimizers.SGD(0.1), stock, hvd, graph, groups=groups)
+            m.assert_raises(lambda: step(0), "ConfigError", "pass groups=1")  # noqa: B023
+            assert stock.stats.steps == 0
+            assert all((a == b).all() for a, b in zip(m.values(model), before, strict=True))
+            stock.close()
+    if m.LEGACY:
+        model = m.compile_model({"sparsity": 0.9}, wrapper=False, groups=None)
+        m.assert_raises(lambda: m.fit(model, 1), "ConfigError", "pass groups=1")
+
+
+@case
 def an_open_shape():
     variable = tf.Variable(tf.ones([40, 40]), shape=tf.TensorShape([None, 40]))
     compression = dgc.Compression.dgc(momentum=0.0)

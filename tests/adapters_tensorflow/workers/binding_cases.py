@@ -146,8 +146,8 @@ def in_fit(**options):
 
 def traces_of(compression):
     engine = compression.engine
-    u = engine.groups[0].exchange.state.buckets[0].u
-    return [weakref.ref(x) for x in (compression, engine, engine.groups[0].exchange, u)]
+    u = engine.group.exchange.state.buckets[0].u
+    return [weakref.ref(x) for x in (compression, engine, engine.group.exchange, u)]
 
 
 @case

@@ -32,13 +32,10 @@ TAPES = {
     "eager tape": functools.partial(by_tape, graph=False),
     "Horovod's tape": functools.partial(by_tape, way="stock", graph=True),
     "Horovod's eager tape": functools.partial(by_tape, way="stock", graph=False),
-    "Horovod's tape, one group": functools.partial(by_tape, way="stock", graph=False, hvd_options={"groups": 1}),
-    "Horovod's tape, two groups": functools.partial(by_tape, way="stock", graph=False, hvd_options={"groups": 2}),
 }
 FITS = {"fit": by_fit, "eager fit": functools.partial(by_fit, run_eagerly=True)}
 if m.LEGACY:
     FITS["Horovod's fit"] = functools.partial(by_fit, wrapper=False)
-    FITS["Horovod's fit, one group"] = functools.partial(by_fit, wrapper=False, groups=1)
 FRONT_ENDS = {**TAPES, **FITS}
 EQUAL = {
     "before the ramp-up": (m.BEFORE_RAMPUP, m.TOLERANCE["before"]),
@@ -72,7 +69,7 @@ def every_front_end_equals_dense_across_changes_of_the_learning_rate():
 
 @case
 def nesterov_decay_and_no_momentum_equal_dense_too():
-    for name in ("tape", "Horovod's tape, one group", "fit"):
+    for name in ("tape", "Horovod's tape", "fit"):
         equal_to_dense(name, "nesterov", "from the ramp-up on")
     for optimizer in ("plain", "decoupled decay"):
         for name in ("eager tape", "eager fit"):

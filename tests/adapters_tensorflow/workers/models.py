@@ -98,6 +98,8 @@ def own_gradients(model, x, y):
 
 def reduced(loss, variables, compression, library=dgc, **options):
     """Gradients of ``loss()`` that a distributed tape of ``library`` has reduced."""
+    if library is hvd:
+        options = {"groups": 1, **options}
     with tf.GradientTape() as tape:
         value = loss()
     given = dgc.Compression.none if compression is None else compression
@@ -167,7 +169,7 @@ def compile_model(compression, *, optimizer="momentum", model=None, learning_rat
 
         if isinstance(compression, dict):
             compression = dgc.Compression.dgc(model.trainable_variables, optimizer=inner, **compression)
-        distributed = hvd_keras.DistributedOptimizer(inner, compression=compression, **arguments)
+        distributed = hvd_keras.DistributedOptimizer(inner, compression=compression, **{"groups": 1, **arguments})
     model.compile(optimizer=distributed, loss=loss_function, **compile_arguments)
     return model
 
