@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dgc.adapter.job import told
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
@@ -121,8 +122,9 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         arguments = dict(locals())
         if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
             raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
-        require_parameters(params)
-        job = job_of().of(process_set)
+        with told(job_of(), process_set, transport=transport):
+            require_parameters(params)
+            job = job_of().of(process_set)
         job.require_ready()
         link = job.make_transport(transport)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from dgc.adapter.job import told
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.checkpoint import gather_bytes
 from dgc.torch.distributed import TorchJob, job_of
@@ -126,7 +127,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         if optimizer_class is None and isinstance(params, _OwnedGroups):  # Horovod derives a class, and builds it anew
             self._take_over(params)
             return
-        self._job = _job_among(group, process_group, process_set)
+        with told(job_of()):
+            self._job = _job_among(group, process_group, process_set)
         self._job.require_ready()
         self._transport = self._job.make_transport()
         self._flat: list[tuple[int, Tensor]] | None = [] if parameters_as_bucket_view else None

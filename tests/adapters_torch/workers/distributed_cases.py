@@ -258,6 +258,19 @@ def arguments_that_are_wrong_on_one_rank_alone():
     wrapped({}, False)
     registered({})
 
+    def built(make, right, wrong, **options):
+        given = {"params": list(make_model().parameters()), **right}
+        make(**{**given, **(wrong if dist.get_rank() == 1 else {})}, **options)
+
+    paddle = {"learning_rate": 0.1, "momentum": 0.9, "rampup_begin_step": 0}
+    errors = TypeError, dgc.DGCError
+    on_every_rank(errors, "params is missing", lambda: built(dgc.DGCMomentum, paddle, {"params": None}))
+    on_every_rank(
+        errors,
+        "group is a int",
+        lambda: built(dgc.ZeroRedundancyOptimizer, {"group": None}, {"group": 3}, optimizer_class=torch.optim.Adam),
+    )
+
 
 @case
 def a_model_in_ddp_is_named_before_anything_is_applied():
