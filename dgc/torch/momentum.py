@@ -155,37 +155,18 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             parameters = enumerate(compression.engine.parameters)
             compression.engine.decays_by_sign = {i for i, p in parameters if id(p) in l1}
 
-    def minimize(
-        self,
-        loss: torch.Tensor,
-        startup_program: object = None,
-        parameter_list: object = None,
-        no_grad_set: object = None,
-        grad_clip: object = None,
-    ) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def minimize(self, loss: torch.Tensor) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
         """One whole iteration: clear the gradients, ``loss.backward()``, ``step()``.
 
         Args:
             loss: the value to minimise, with its graph.
-            startup_program: must be None; so must ``parameter_list``, ``no_grad_set`` and ``grad_clip``.
-            parameter_list: give the optimizer the parameters instead.
-            no_grad_set: freeze parameters with ``requires_grad_(False)`` before building the optimizer instead.
-            grad_clip: use ``local_grad_clip_norm`` instead.
 
         Returns:
             An empty list (there are no operators here), and (parameter, its ``.grad`` after the step) pairs.
 
         Raises:
-            ConfigError: one of the other arguments is given.
+            TypeError: another one of Paddle's arguments is given, which have no meaning here.
         """
-        others = dict(
-            startup_program=startup_program, parameter_list=parameter_list, no_grad_set=no_grad_set, grad_clip=grad_clip
-        )
-        if given := [name for name, value in others.items() if value is not None]:
-            raise ConfigError(
-                f"minimize got {given[0]}, which has no meaning here: the parameters are those the optimizer was built "
-                "for, frozen ones are left out, and local_grad_clip_norm clips"
-            )
         distributed: Any = self
         self.zero_grad()
         loss.backward()
