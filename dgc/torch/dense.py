@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,9 +60,10 @@ class _Bucket:
     """The gradients, and behind them for each whether there is one: their sum tells whether any rank has it."""
 
 
-_LATEST: list[dist.Work] = []
-"""The collectives of this process's latest step, which outlive its optimizer. Were Gloo's thread the last to drop one
-that was begun in a backward pass, it would wait for the GIL, which aborts a process that ends at that moment."""
+_LATEST: deque[dist.Work] = deque(maxlen=256)
+"""This process's latest collectives, which outlive their optimizer. Gloo's thread drops one some time after ``wait()``.
+If it were the last, it would wait for the GIL where the collective was begun in a backward pass, and that aborts a
+process that ends at that moment."""
 
 
 def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: str, op: str) -> None:
@@ -176,9 +178,10 @@ class DenseSteps(Passes):
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def deliver(self) -> None:  # noqa: D102
-        _LATEST[:] = [self._deliver(bucket) for bucket in self._buckets]
+        for bucket in self._buckets:
+            self._deliver(bucket)
 
-    def _deliver(self, bucket: _Bucket) -> dist.Work:
+    def _deliver(self, bucket: _Bucket) -> None:
         """Wait for a bucket's sums; a parameter that has no gradient on any rank keeps none, as under DDP."""
         assert bucket.flat is not None
         assert bucket.work is not None
@@ -191,9 +194,9 @@ class DenseSteps(Passes):
                 self._parameters[i].grad = None
             else:
                 local(gradient).copy_(total.view(local(gradient).shape))
-        bucket.flat.set_()  # its memory: the collective refers to it
-        work, bucket.work, bucket.flat = bucket.work, None, None
-        return work
+        bucket.flat.set_()  # gives its memory back: the collective refers to it
+        _LATEST.append(bucket.work)
+        bucket.work = bucket.flat = None
 
 
 @contextlib.contextmanager
