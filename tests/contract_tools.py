@@ -118,13 +118,6 @@ def resumed(make, steps, at):
     return run_ranks(2, one_rank)
 
 
-def same_results(expected, found):
-    """The same bits, by step and parameter."""
-    for a, b in zip(expected, found, strict=True):
-        for x, y in zip(a, b, strict=True):
-            np.testing.assert_array_equal(x, y)
-
-
 def snapshot(exchange):
     """u and v by parameter, copied."""
     state = exchange.state

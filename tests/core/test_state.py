@@ -33,17 +33,17 @@ def test_resizing_keeps_the_mean_residual_and_momentum(old, new, small):
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (1, 2)])
 @pytest.mark.parametrize("begin", [0, 100])
-def test_resizing_keeps_the_sum_where_gradients_are_summed(old, new, begin):
-    out = train(old, 8, sparsity=0.95, momentum=0.9, op="sum", rampup_begin_step=begin)
+@pytest.mark.parametrize("small", ["float32", "int8"])
+def test_resizing_keeps_the_sum_where_gradients_are_summed(old, new, begin, small):
+    out = train(old, 8, sparsity=0.95, momentum=0.9, op="sum", rampup_begin_step=begin, small=small)
     states = [e.state.to_dict() for _, e in out]
     fresh = [resized(states, r, new, begin, op="sum") for r in range(new)]
     for name, entry in states[0]["parameters"].items():
-        if "v" in entry:
-            for key in ("u", "v"):
-                before = np.sum([s["parameters"][name][key] for s in states], axis=0)
-                after = np.sum([s["parameters"][name][key] for s in fresh], axis=0)
-                np.testing.assert_allclose(after, before, atol=1e-5)
-        else:
+        for key in entry.keys() & ({"u", "v"} if "v" in entry else {"error"}):
+            before = np.sum([s["parameters"][name][key] for s in states], axis=0)
+            after = np.sum([s["parameters"][name][key] for s in fresh], axis=0)
+            np.testing.assert_allclose(after, before, atol=1e-5)
+        if "v" not in entry:
             for s in fresh:
                 np.testing.assert_array_equal(s["parameters"][name]["u"], entry["u"])
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from exchange_tools import errors_of, first_gradients, gradient, hyper_of, make_exchange, parameters, run_step
+from exchange_tools import errors_of, gradient, make_exchange, parameters, run_step
 
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import StepOptions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.message import HEADER_BYTES
-from dgc.errors import LayoutError, WireError
+from dgc.errors import WireError
 from dgc.transport.local import run_ranks
 
 
@@ -29,19 +28,6 @@ def test_result_beyond_the_gradients_type_refuses_the_step():
         return refused, accepted, exchange.state.step
 
     assert run_ranks(2, rank) == [(True, False, 1)] * 2
-
-
-def test_the_error_of_a_rank_counts_more_than_that_it_had_other_options():
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9)
-        grads = first_gradients(transport.rank)
-        if transport.rank == 1:
-            exchange.begin(StepOptions(hyper_of(exchange, learning_rates=(0.1,))))
-            exchange.fail(LayoutError("mine"))
-        run_step(exchange, grads)
-
-    errors = errors_of(3, rank)
-    assert [str(e) for e in errors] == ["rank 1 failed in step 0: mine"] * 3
 
 
 @pytest.mark.parametrize(

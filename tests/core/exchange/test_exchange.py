@@ -16,6 +16,7 @@ from exchange_tools import (
     make_exchange,
     parameters,
     run_step,
+    same_results,
     train,
     worst,
 )
@@ -222,7 +223,7 @@ def test_a_refused_step_without_a_scaler_is_told_once_with_rank_parameter_and_st
 def test_without_error_feedback_nothing_stays_whatever_becomes_of_the_step():
     def rank(transport):
         exchange = make_exchange(
-            transport, algorithm="topk", sparsity=0.9, error_feedback=False, loss_scale=lambda: 1.0
+            transport, algorithm="topk", sparsity=0.9, error_feedback=False, small="int8", loss_scale=lambda: 1.0
         )
         for spoilt in (False, True):
             grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())]
@@ -259,15 +260,14 @@ def test_a_refused_dense_step_leaves_no_trace():
         assert np.isnan(results[2]).all()
         for name in SHAPES:
             np.testing.assert_array_equal(before["parameters"][name]["u"], after["parameters"][name]["u"])
-    for a, b in zip(out[0], out[1], strict=True):
-        for x, y in zip(a[1], b[1], strict=True):
-            np.testing.assert_array_equal(x, y)
+    same_results(*([results for _, results, *_ in history] for history in out))
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_loss_scale_is_divided_out_before_and_multiplied_back_after(later):
+@pytest.mark.parametrize("small", ["float32", "int8"])
+def test_loss_scale_is_divided_out_before_and_multiplied_back_after(later, small):
     """Also where the scale is still on its way when the first gradient comes: no gradient's caller waits for it."""
-    asked_by = set()
+    asked_by, options = set(), {"sparsity": 0.9, "momentum": 0.9, "small": small}
 
     def coming(value):
         asked_by.add(threading.current_thread().name)
@@ -281,7 +281,7 @@ def test_loss_scale_is_divided_out_before_and_multiplied_back_after(later):
             now = scale["now"]
             return (lambda: coming(now)) if later else now
 
-        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, loss_scale=read)
+        exchange = make_exchange(transport, **options, loss_scale=read)
         out = []
         for step, s in enumerate([8.0, 8.0, 2.0]):
             scale["now"] = s
@@ -293,11 +293,9 @@ def test_loss_scale_is_divided_out_before_and_multiplied_back_after(later):
 
     scaled = run_ranks(2, rank)[0]
     plain = []
-    train(2, 3, sparsity=0.9, momentum=0.9, on_step=lambda r, s, e, p, res: plain.append(res) if r == 0 else None)
+    train(2, 3, **options, on_step=lambda r, s, e, p, res: plain.append(res) if r == 0 else None)
     assert asked_by == ({"dgc-exchange"} if later else set())
-    for a, b in zip(scaled, plain, strict=True):
-        for x, y in zip(a, b, strict=True):
-            np.testing.assert_array_equal(x, y)
+    same_results(scaled, plain)
 
 
 def test_a_missing_gradient_is_one_error_on_all_ranks():

@@ -41,6 +41,11 @@ def train_nodes(nodes, of_rank, steps=STEPS, dtype="float32", loss_scale=1.0, **
     return run_ranks(len(nodes) if nodes else 2, one_rank)
 
 
+def summed(of_rank, factor):
+    """Gradients of nodes of two, from those of their ranks."""
+    return lambda step, node, *place: (of_rank(step, 2 * node, *place) + of_rank(step, 2 * node + 1, *place)) * factor
+
+
 def same_bits(found, expected):
     for a, b in zip(found, expected, strict=True):
         assert a.tobytes() == b.tobytes()
@@ -67,11 +72,7 @@ def same_bits(found, expected):
 )
 @pytest.mark.parametrize("op", ["average", "sum"])
 def test_nodes_of_two_are_ranks_with_the_sums_of_two(options, op):
-    factor = np.float32(0.5 if op == "average" else 1.0)
-
-    def node_gradient(step, node, index, numel):
-        return (gradient(step, 2 * node, index, numel) + gradient(step, 2 * node + 1, index, numel)) * factor
-
+    node_gradient = summed(gradient, np.float32(0.5 if op == "average" else 1.0))
     found = train_nodes(PAIRS, gradient, op=op, **options, **SMALL_BUCKETS)
     expected = train_nodes(None, node_gradient, op=op, **options, **SMALL_BUCKETS)
     for rank, (params, state) in enumerate(found):
@@ -97,12 +98,9 @@ class Eager(ReferenceKernels):
 
 
 def test_no_bucket_is_begun_before_its_sum():
-    def node_gradient(step, node, index, numel):
-        return (gradient(step, 2 * node, index, numel) + gradient(step, 2 * node + 1, index, numel)) * np.float32(0.5)
-
     options = {"momentum": 0.9, "sparsity": 0.9, **SMALL_BUCKETS}
     found = train_nodes(PAIRS, gradient, kernels=Eager(), **options)
-    same_bits(found[1][0], train_nodes(None, node_gradient, **options)[0][0])
+    same_bits(found[1][0], train_nodes(None, summed(gradient, np.float32(0.5)), **options)[0][0])
 
 
 def test_bfloat16_and_float16_gradients_are_added_up_in_float32():
@@ -114,24 +112,20 @@ def test_bfloat16_and_float16_gradients_are_added_up_in_float32():
         def as_given(*args, narrow=narrow, view=view):
             return narrow(*args) if view is None else narrow(*args).view(view)
 
-        def node_gradient(step, node, index, numel, narrow=narrow):
-            pair = [narrow(step, 2 * node + i, index, numel).astype(np.float32) for i in (0, 1)]
-            return (pair[0] + pair[1]) * np.float32(0.5)
+        def wide(*args, narrow=narrow):
+            return narrow(*args).astype(np.float32)
 
         options = {"momentum": 0.9, "sparsity": 0.9}
         found = train_nodes(PAIRS, as_given, **options)
-        same_bits(found[3][0], train_nodes(None, node_gradient, **options)[0][0])
+        same_bits(found[3][0], train_nodes(None, summed(wide, np.float32(0.5)), **options)[0][0])
 
 
 def test_float64_and_a_loss_scale():
     def doubled(step, rank, index, numel):
         return gradient(step, rank, index, numel, "float64")
 
-    def node_gradient(step, node, index, numel):
-        return (doubled(step, 2 * node, index, numel) + doubled(step, 2 * node + 1, index, numel)) * 0.5
-
     options = {"momentum": 0.9, "sparsity": 0.9, "dtype": "float64", "loss_scale": 8.0}
-    same_bits(train_nodes(PAIRS, doubled, **options)[2][0], train_nodes(None, node_gradient, **options)[0][0])
+    same_bits(train_nodes(PAIRS, doubled, **options)[2][0], train_nodes(None, summed(doubled, 0.5), **options)[0][0])
 
 
 def test_nodes_of_unlike_sizes_give_every_rank_the_same_weight():

@@ -16,14 +16,11 @@ from dgc.transport.local import run_ranks
 OPTIONS = {
     "plain": {"sparsity": 0.9},
     "momentum": {"sparsity": 0.9, "momentum": 0.9},
-    "nesterov": {"sparsity": 0.9, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "no masking": {"sparsity": 0.9, "momentum": 0.9, "momentum_masking": False},
-    "ramp-up": {"sparsity": [0.5, 0.9, 0.99], "rampup_begin_step": 2, "rampup_step": 4, "momentum": 0.9},
     "dense sum": {"sparsity": 0.5, "momentum": 0.9},
     "everything": {"sparsity": 0.0, "momentum": 0.9},
     "several buckets": {"sparsity": 0.9, "momentum": 0.9, "bucket_bytes": 2048},
     "float16": {"sparsity": 0.9, "momentum": 0.9, "values": "float16"},
-    "no feedback": {"sparsity": 0.9, "momentum": 0.9, "error_feedback": False},
     "few bits": {"sparsity": 0.9, "momentum": 0.9, "indices": "elias_fano", "values": "int2", "small": "int3"},
     "coded": {"sparsity": 0.9, "momentum": 0.9, "small": "int8", "bucket_bytes": 2048},
 }
@@ -40,7 +37,7 @@ def everything(exchange):
     return {**arrays, "step": saved["step"]}
 
 
-def conserving(make, specs, kernels_dtype=np.float64, pattern=(False, True, False, True, True, False)):
+def conserving(make, specs, pattern=(False, True, False, True, True, False)):
     """Sums by parameter of gradients, of applied results, and of residuals of all ranks."""
 
     def one_rank(transport):
@@ -76,11 +73,8 @@ def assert_conserved(ranks, specs):
         np.testing.assert_allclose(kept + 2 * ranks[0][1][i], given, atol=2e-4, err_msg=p.name)
 
 
-WITHOUT_MOMENTUM = [name for name, o in OPTIONS.items() if name not in ("ramp-up", "no feedback", "nesterov")]
-
-
 @pytest.mark.parametrize("kernels", [ReferenceKernels, NumbaKernels, fake_kernels])
-@pytest.mark.parametrize("name", WITHOUT_MOMENTUM)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_is_lost_in_a_step_that_nobody_applied(name, kernels):
     options = {**OPTIONS[name], "momentum": 0.0}
     specs = parameters()
@@ -117,9 +111,6 @@ def test_the_sent_entries_return_as_in_a_refused_step(name):
                 np.testing.assert_allclose(after[p.name]["v"], before[p.name]["v"] + u, rtol=1e-6, atol=1e-7)
 
     run_ranks(2, one_rank)
-
-
-# -- refused steps; reset and load -----------------------------------------------------------------
 
 
 # -- between the exchange and the update ---------------------------------------------------------------------------

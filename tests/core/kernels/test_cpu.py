@@ -84,7 +84,7 @@ def test_accumulate_equals_the_reference(numba_kernels, flags, dtype):
     size = offsets_of(lengths)[1]
     u, v = rng.standard_normal(size).astype(np.float32), rng.standard_normal(size).astype(np.float32)
     expected_u, expected_v = u.copy(), v.copy()
-    for kind in ("normal", "halves", "bad"):
+    for kind in ("normal", "halves", "huge", "bad"):
         some = len(lengths)
         work, _ = work_table(rng, lengths, [1] * some, [flags] * some, [dtype] * some, [kind] * some)
         with np.errstate(all="ignore"):
@@ -165,13 +165,6 @@ def test_finite_values_that_add_up_to_infinity_are_met_and_change_nothing(numba_
     np.testing.assert_array_equal(u, expected_u)
     np.testing.assert_array_equal(v, expected_v)
     assert not np.array_equal(v, np.ones(n))
-
-
-def test_a_gradient_that_overflows_when_scaled_is_met(numba_kernels):
-    n = 100
-    g, v = np.full(n, 3e38, np.float32), np.zeros(n, np.float32)
-    assert numba_kernels.accumulate([SegmentWork(g, None, 0, n, 0, scale=2.0)], v.copy(), v)
-    np.testing.assert_array_equal(v, 0)
 
 
 def test_gradients_stay_as_they_are(numba_kernels):
@@ -282,6 +275,8 @@ def test_set_entries(kernels, k):
 
 
 def test_set_entries_refuses_padding(kernels):
+    with pytest.raises(LayoutError, match="padding"):
+        kernels.set_entries([], np.array([0]), np.array([3]), np.ones(1, np.float32))
     with pytest.raises(LayoutError, match="padding"):
         kernels.set_entries([np.zeros(5, np.float32)], np.array([0, 16]), np.array([2, 5]), np.ones(2, np.float32))
     after = np.zeros(16, np.float32)
@@ -438,8 +433,6 @@ def test_overlapping_buckets_equal_buckets_in_turn(threads):
 
 def test_results_that_cannot_be_written_are_refused():
     kernels, one = NumbaKernels(1), np.ones(1, np.float32)
-    with pytest.raises(LayoutError, match="padding"):
-        kernels.set_entries([], np.array([0]), np.array([3]), one)
     result = np.zeros(4, np.float32)
     result.flags.writeable = False
     with pytest.raises(LayoutError, match="read-only"):

@@ -74,6 +74,13 @@ def run_step(exchange, gradients, params=None, *, order=None, limit=None, option
     return exchange.finish(), results
 
 
+def same_results(expected, found):
+    """The same values, by step and parameter."""
+    for a, b in zip(expected, found, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def train(ranks, steps, *, shapes=None, lr=0.1, seed=0, dtype="float32", on_step=None, timeout=300, **options):
     """Run ``steps`` steps of ``p -= lr * result`` on all ranks; returns per rank (parameters, exchange)."""
     specs = parameters(shapes, dtype)
