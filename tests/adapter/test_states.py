@@ -63,7 +63,8 @@ def test_no_rank_changes_anything_when_one_cannot_load():
         damaged["parameters"]["b"]["v"] = damaged["parameters"]["b"]["v"][:-1]
         spoiled = copy.deepcopy(state)
         spoiled["parameters"]["b"]["u"][0] = np.nan
-        for bad in (damaged, spoiled, [state], {**state, "step": 9}, {**state, "rank": 1 - transport.rank}, None):
+        foreign = [{**state, **other} for other in ({"step": 9}, {"size": 4}, {"rank": 1 - transport.rank})]
+        for bad in (damaged, spoiled, [state], *foreign, None):
             with pytest.raises(LayoutError):
                 compressor.load_state_dict(bad if transport.rank else state)
             assert compressor.residual_norm == before

@@ -291,25 +291,19 @@ def test_an_unused_parameter_does_not_keep_the_others_from_being_fused():
     assert seen_by_sgd(optimizer, params) == 3
 
 
-def test_scalar_state_written_by_the_user_is_each_parameters_own():
+@pytest.mark.parametrize("how", ["clear", "replace", "delete", "write"])
+def test_state_that_the_user_resets_or_writes(how):
     twins = Twins(*ALGORITHMS["adamw"])
     twins.run(2)
-    for params, optimizer in twins.both:
-        optimizer.state[params[2]]["step"].fill_(7.0)
-    twins.run(2)
-
-
-@pytest.mark.parametrize("how", ["clear", "replace", "delete"])
-def test_state_reset_by_the_user(how):
-    twins = Twins(*ALGORITHMS["adamw"])
-    twins.run()
     for params, optimizer in twins.both:
         if how == "clear":
             optimizer.state.clear()
         elif how == "replace":
             optimizer.state = type(optimizer.state)(dict)
-        else:
+        elif how == "delete":
             del optimizer.state[params[2]]
+        else:
+            optimizer.state[params[2]]["step"].fill_(7.0)
     twins.run(2)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from contract_tools import Alone, Case
+from documented import own_names
+from golden import regenerate_compressors as golden
 
 from dgc.__main__ import facts
 from dgc.core.compressors import PerTensor, compressor_class, compressor_names, make_config, register
@@ -153,12 +153,6 @@ def test_norms_and_means_beyond_float32_arrive_as_its_largest(name):
     assert (np.sign(decoded) * np.sign(x) >= 0).all()
 
 
-PATH = Path(__file__).parents[1] / "golden" / "regenerate_compressors.py"
-spec = importlib.util.spec_from_file_location("regenerate_compressors", PATH)
-golden = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(golden)
-
-
 @pytest.mark.parametrize("case", golden.CASES, ids=str)
 def test_bytes_have_not_changed(case):
     wanted = bytes.fromhex((golden.FOLDER / f"{case}.hex").read_text().replace("\n", ""))
@@ -166,6 +160,4 @@ def test_bytes_have_not_changed(case):
 
 
 def test_every_compressor_has_a_golden_message():
-    from documented import own_names
-
     assert {case.name for case in golden.CASES} == set(own_names()) - {"dgc"}  # dgc's are in golden/wire

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from codec_tools import read_back
+from golden import regenerate_wire
 
 from dgc.core import codecs
 from dgc.core.message import HEADER_BYTES, Flags, unpack_header
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
-
-_spec = importlib.util.spec_from_file_location("regenerate_wire", GOLDEN / "regenerate_wire.py")
-regenerate_wire = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(regenerate_wire)
 
 CASES = regenerate_wire.cases()
 INDEX_CODECS = [codecs.INDEX_CODECS[member.name.lower()] for member in codecs.IndexCodecId if member]

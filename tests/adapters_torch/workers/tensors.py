@@ -50,6 +50,20 @@ def loss_of(model, step, *arguments, rank=None):
     return nn.functional.cross_entropy(model(x, *arguments), x[:, :5].argmax(1))
 
 
+WRONG = {
+    "were not named": lambda model: {"named_parameters": list(model.named_parameters())[1:]},
+    "must be unique": lambda model: {"named_parameters": [("twice", p) for p in model.parameters()]},
+    "sequence of tuples": lambda model: {"named_parameters": model.state_dict()},
+    "backward_passes_per_step is 0": lambda _: {"backward_passes_per_step": 0},
+    "op is 'max'": lambda _: {"op": "max"},
+    "compression is 'topk'": lambda _: {"compression": "topk"},
+    "give a torch.optim.Optimizer": lambda _: {"optimizer": None},
+    "gradient_predivide_factor": lambda _: {"gradient_predivide_factor": -1.0},
+    "groups and num_groups": lambda _: {"groups": 2},
+}
+"""Arguments of ``dgc.torch.DistributedOptimizer``, made from its model, by the error."""
+
+
 def bits(tensors) -> torch.Tensor:
     return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
 
