@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
@@ -19,7 +20,7 @@ import numpy as np
 
 from dgc.core.config import brief
 from dgc.core.transport import Collectives, Transport, as_transport
-from dgc.errors import ConfigError
+from dgc.errors import ConfigError, TransportError
 from dgc.transport.agreement import tell_error
 from dgc.transport.choice import CHOICES, ProcessSet, choose_transport, tell_no_choice
 
@@ -92,12 +93,17 @@ class Job(abc.ABC):
         """Tell the other ranks, which are in :meth:`make_transport`, why this one cannot follow. Collective."""
 
 
+_SILENCE = 5.0
+"""Seconds after which an error is printed, if the other ranks have not come to hear of it."""
+
+
 @contextlib.contextmanager
 def told(job: Job, *sets: Any, transport: object = "auto") -> Iterator[None]:
     """Inside, this rank prepares for :meth:`Job.make_transport` of ``transport``, in which the other ranks may be.
 
     An error is raised on all of them; on this rank alone where the ranks cannot talk, as Horovod is not initialised.
-    ``sets`` are the arguments of :meth:`Job.of`; all ranks of ``job`` are told where these are wrong.
+    ``sets`` are the arguments of :meth:`Job.of`. Where none of these is a process set, all ranks of ``job`` are told;
+    where two are, it is unknown which ranks wait, and none is told.
     """
     try:
         yield
@@ -105,12 +111,18 @@ def told(job: Job, *sets: Any, transport: object = "auto") -> Iterator[None]:
         if isinstance(transport, Collectives):
             tell_error(as_transport(transport), error)
             raise
-        with contextlib.suppress(ConfigError):
+        try:
             job = job.of(*sets)
-        with contextlib.suppress(ConfigError):
+        except ConfigError:
+            if any(hasattr(given, "process_set_id") for given in sets):
+                raise error from None
+        waiting = threading.Timer(_SILENCE, print, [f"dgc waits to tell the other ranks: {error}"], {"file": sys.stderr})
+        with contextlib.suppress(ConfigError, TransportError):
             job.require_ready()
             if job.included and job.size > 1:
+                waiting.start()
                 job.tell(error)
+        waiting.cancel()
         raise
 
 

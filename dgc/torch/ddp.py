@@ -384,14 +384,11 @@ def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compressi
         LayoutError: ranks disagree about the parameters.
     """
     alone = not (dist.is_initialized() and dist.get_world_size() > 1)
-    with contextlib.nullcontext() if alone else told(DistributedJob()):
-        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        if not found and alone:
-            return CompressionState(compression)
-        if len(found) != 1:
-            raise ConfigError(
-                f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register"
-            )
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if not found and alone:
+        return CompressionState(compression)
+    if len(found) != 1:  # on this rank alone: it is unknown among which ranks the others' DDP averages
+        raise ConfigError(f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register")
     (wrapped,) = found
     state = CompressionState(compression, optimizer, wrapped.module.named_parameters(), wrapped.process_group)
     wrapped.register_comm_hook(state, compression_hook)

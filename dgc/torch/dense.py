@@ -195,7 +195,8 @@ class DenseSteps(Passes):
             else:
                 local(gradient).copy_(total.view(local(gradient).shape))
         bucket.flat.set_()  # gives its memory back: the collective refers to it
-        _LATEST.append(bucket.work)
+        if not bucket.flat.is_cuda:
+            _LATEST.append(bucket.work)
         bucket.work = bucket.flat = None
 
 

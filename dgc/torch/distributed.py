@@ -96,7 +96,12 @@ class DistributedJob(Job):
         if choice not in ("auto", DistributedTransport.name):
             with told(self):
                 raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
-        return DistributedTransport(self._group)
+        try:
+            return DistributedTransport(self._group)
+        except RuntimeError as error:
+            raise TransportError(
+                f"ranks {self.ranks()} could not meet: {error}. All of them must make the same calls, in one order"
+            ) from error
 
     def tell(self, error: Exception) -> None:  # noqa: D102
         transport = self.make_transport()

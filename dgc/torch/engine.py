@@ -229,6 +229,10 @@ class Engine(EngineBase):
         self._pending.clear()
         self._tensors.release()
         self._opened = False
+        try:
+            self.exchange.latest.require_usable()
+        except DGCError as error:  # until reset() or load_state_dict() has succeeded
+            self.error = self.error or error
         return through
 
     def close(self, keep_transport: bool = False) -> None:  # noqa: D102

@@ -235,8 +235,9 @@ class HorovodCompressor(CompressorBase[Engine]):
         self._give_up()
 
     def _abandon(self) -> None:
-        if self.engine is not None and self.engine.abandon() and self._steps is not None:
-            self._steps.all_handed_over = True
+        through = self.engine is not None and self.engine.abandon()
+        if self._steps is not None:
+            self._steps.all_handed_over = through
 
     def _give_up(self) -> None:
         """Let the optimizer forget a step that an error or an exception left half done."""

@@ -98,6 +98,32 @@ def arguments_of_a_compressor_that_are_wrong_on_one_rank_alone():
 
 
 @case
+def a_state_refused_between_backward_and_step():
+    """The step it gives up is none; nor is it known in a later one, which a rank gives up in its middle."""
+    for way, model, optimizer, compression in each_way(sparsity=0.9):
+        train(optimizer, model, 2)
+        good, before = compression.state_dict(), flat(model)
+        bad = {**good, "parameters": {"other": next(iter(good["parameters"].values()))}}
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        hvd.allreduce(torch.zeros(1), name=f"all have handed over {way}")
+        on_every_rank(dgc.LayoutError, "", lambda: compression.load_state_dict(bad), way)  # noqa: B023
+        on_every_rank(dgc.RemoteError, "was given up by .* call reset", optimizer.step, way)
+        assert torch.equal(flat(model), before)
+        compression.load_state_dict(good)
+        if way == "b":
+            train(optimizer, model, 2, start=2)
+            assert_replicas_identical(model, "after the state was loaded")
+        if hvd.rank() == 0:
+            next(model.parameters()).register_hook(lambda _: {}["an error of the user's"])
+        optimizer.zero_grad()
+        with contextlib.suppress(KeyError, dgc.DGCError):
+            loss_of(model, 4).backward()
+        compression.reset()
+        compression.close()
+
+
+@case
 def an_exception_between_backward_and_step_under_horovods_optimizer():
     """On one rank alone, while the other makes the update, and on all: these go on together, or not, by chance."""
 

@@ -235,7 +235,6 @@ def arguments_that_are_wrong_on_one_rank_alone():
     on_every_rank(dgc.ConfigError, "needs Horovod", lambda: wrapped(lambda _: by_mpi, False))
     unnamed = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
     for match, wrong in {
-        "0 DistributedDataParallel modules": {"model": make_model()},
         "give a torch.optim.Optimizer": {"optimizer": 3},
         "were not named": {"optimizer": unnamed},
         "compression is 'topk'": {"compression": "topk"},
