@@ -116,7 +116,8 @@ def told(job: Job, *sets: Any, transport: object = "auto") -> Iterator[None]:
         except ConfigError:
             if any(hasattr(given, "process_set_id") for given in sets):
                 raise error from None
-        waiting = threading.Timer(_SILENCE, print, [f"dgc waits to tell the other ranks: {error}"], {"file": sys.stderr})
+        said = f"this rank waits for the others, to tell them: {error}"
+        waiting = threading.Timer(_SILENCE, print, [said], {"file": sys.stderr})
         with contextlib.suppress(ConfigError, TransportError):
             job.require_ready()
             if job.included and job.size > 1:

@@ -388,7 +388,9 @@ def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compressi
     if not found and alone:
         return CompressionState(compression)
     if len(found) != 1:  # on this rank alone: it is unknown among which ranks the others' DDP averages
-        raise ConfigError(f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register")
+        raise ConfigError(
+            f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register"
+        )
     (wrapped,) = found
     state = CompressionState(compression, optimizer, wrapped.module.named_parameters(), wrapped.process_group)
     wrapped.register_comm_hook(state, compression_hook)
