@@ -34,7 +34,6 @@ COMPRESSED_TYPES = ("float32",)
 CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
 """Options of the core that Paddle does not have, and that its optimizer here takes as well."""
 
-_OWN = "build a second optimizer, with arguments of their own, for variables that need them"
 _PARAMETERS = (
     "give the parameters as the first argument, params (PyTorch), or to apply_gradients or minimize (TensorFlow)"
 )
@@ -43,8 +42,6 @@ PADDLE_NAMES = {
     "parameters": _PARAMETERS,
     "grad_clip": "local_grad_clip_norm is its name here, a float",
     "weight_decay": "regularization=L2Decay(coefficient) is its name here",
-    "parameter_regularization": _OWN,
-    "parameter_learning_rate": _OWN,
 }
 """What other versions of Paddle call an argument, and what to do instead."""
 

@@ -265,8 +265,6 @@ def argument_errors():
     given = dict(learning_rate=0.1, momentum=0.9, rampup_begin_step=0)
     bad = [  # what needs no rank is in tests/adapter/test_paddle.py
         (AssertionError, "num_trainers is 9, but", {**given, "num_trainers": 9}),
-        (TypeError, "build a second optimizer", {**given, "parameter_regularization": {"a": L1Decay(0.5)}}),
-        (TypeError, "build a second optimizer", {**given, "parameter_learning_rate": {"a": 0.5}}),
         (ValueError, "mean the same", {**given, "lr": 0.1}),
         (TypeError, "unknown option 'nonsense'", {**given, "nonsense": 1}),
     ]
