@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import Horovod, told
 from dgc.adapter.signatures import Compressor, Constructors, Optimizer, Tensors, refused_uncalled
+from dgc.core.checks import brief, no_compressor, plain, require_compressor, require_integer, require_number
 from dgc.core.compressors import compressor_class, compressor_names
-from dgc.core.config import (
-    DGCConfig,
-    brief,
-    no_compressor,
-    plain,
-    require_compressor,
-    require_integer,
-    require_number,
-)
+from dgc.core.config import DGCConfig
 from dgc.errors import ConfigError
 
 

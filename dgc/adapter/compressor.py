@@ -22,8 +22,9 @@ from dgc.adapter.engine import (
     warn_of_dropped,
 )
 from dgc.adapter.job import Job, same_set, told
+from dgc.core.checks import as_loss_scale
 from dgc.core.compressors import make_config
-from dgc.core.config import DGCConfig, as_loss_scale
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
 from dgc.core.state import require_op

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from dgc.core.config import brief
+from dgc.core.checks import brief
 from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.agreement import tell_error

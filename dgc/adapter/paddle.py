@@ -16,8 +16,9 @@ from typing import Any
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.engine import Observer
+from dgc.core.checks import plain, require_flag
 from dgc.core.compressors import make_config
-from dgc.core.config import DGCConfig, plain, require_flag
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import Stats
 from dgc.core.layout import Parameter
 from dgc.errors import ConfigError, LayoutError

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypedDict, TypeVar, cast
 
-from dgc.core.config import DEFAULT_BUCKET_BYTES, no_compressor
+from dgc.core.checks import no_compressor
+from dgc.core.config import DEFAULT_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from dgc.core.config import require_unused
+from dgc.core.checks import require_unused
 from dgc.core.layout import Bucket
 from dgc.errors import ConfigError, WireError
 

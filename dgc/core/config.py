@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from dgc.core.checks import (
+    as_patterns,
+    as_sparsities,
+    plain,
+    require_choice,
+    require_flag,
+    require_integer,
+    require_number,
+)
 from dgc.errors import ConfigError
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
@@ -89,9 +94,9 @@ class DGCConfig:
         set_ = object.__setattr__
         for option in dataclasses.fields(self):
             set_(self, option.name, plain(getattr(self, option.name)))
-        set_(self, "sparsity", _sparsities(self.sparsity))
+        set_(self, "sparsity", as_sparsities(self.sparsity))
         for name in ("include", "exclude"):
-            set_(self, name, _patterns(name, getattr(self, name)))
+            set_(self, name, as_patterns(name, getattr(self, name)))
         require_number("momentum", self.momentum, low=0.0, high=1.0, high_open=True, optional=True)
         require_number("weight_decay", self.weight_decay, low=0.0, optional=True)
         require_number("local_grad_clip_norm", self.local_grad_clip_norm, low=0.0, low_open=True, optional=True)
@@ -100,8 +105,8 @@ class DGCConfig:
         require_integer("min_numel", self.min_numel, 0)
         require_integer("bucket_bytes", self.bucket_bytes, 1)
         require_integer("seed", self.seed, 0)
-        if self.momentum_masking is not None:
-            require_flag("momentum_masking", self.momentum_masking)
+        require_flag("nesterov", self.nesterov, optional=True)
+        require_flag("momentum_masking", self.momentum_masking, optional=True)
         require_flag("error_feedback", self.error_feedback)
         require_flag("sparse_updates", self.sparse_updates)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
@@ -112,8 +117,6 @@ class DGCConfig:
                     f"hierarchical is {self.hierarchical!r}; give True, False, 'auto' or a number of ranks"
                 )
             require_integer("hierarchical", self.hierarchical, 2)
-        if self.nesterov is not None and not isinstance(self.nesterov, bool):
-            raise ConfigError(f"nesterov is {self.nesterov!r}; give True, False or None (adopt it from the optimizer)")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
 
@@ -152,26 +155,6 @@ class DGCConfig:
         """Return the options as a mapping of plain values, in a fixed order, for the ranks to compare."""
         options = {"algorithm": self.algorithm, **dataclasses.asdict(self)}  # on which the other defaults depend
         return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
-
-
-def _sparsities(value: object) -> tuple[float, ...]:
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    values = (value,) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
-        raise ConfigError(f"sparsity is {value!r}; give a number in [0, 1) or a non-empty list of such numbers")
-    for s in values:
-        if isinstance(s, bool) or not isinstance(s, (int, float)) or not 0.0 <= s < 1.0:
-            raise ConfigError(
-                f"sparsity contains {s!r}; each must be in [0, 1): 0.999 holds back 99.9 % and sends 0.1 % of it"
-            )
-    return tuple(float(s) for s in values)
-
-
-def _patterns(name: str, value: object) -> tuple[str, ...]:
-    values = (value,) if isinstance(value, str) else value
-    if not isinstance(values, Sequence) or not all(isinstance(p, str) for p in values):
-        raise ConfigError(f"{name} is {value!r}; give name patterns such as ('*.bias', 'embedding.*')")
-    return tuple(values)
 
 
 @dataclass(frozen=True)
@@ -262,118 +245,3 @@ def running_mean(beta1: float, t: int) -> tuple[float, float]:
     rest = beta1**t
     # In step 1 nothing of u is left, which to the core's kernels means a momentum, if only a tiny one.
     return max(beta1 * (1.0 - beta1 ** (t - 1)) / (1.0 - rest), 1e-30), (1.0 - beta1) / (1.0 - rest)
-
-
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-_BRIEF = 80
-"""Characters of a value in an error."""
-
-
-def plain(value: object) -> Any:
-    """A NumPy scalar as Python's own number, also inside a list or tuple; anything else as it is."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
-    return value.item() if isinstance(value, (np.number, np.bool_)) else value
-
-
-def brief(value: object) -> str:
-    """The value in an error's sentence: its ``repr``, or its class where that is no short line."""
-    text = repr(value)
-    return text if len(text) <= _BRIEF and "\n" not in text else f"an object of class {type(value).__name__}"
-
-
-def require_number(
-    name: str,
-    value: object,
-    *,
-    low: float,
-    high: float = math.inf,
-    low_open: bool = False,
-    high_open: bool = False,
-    optional: bool = False,
-) -> None:
-    """Require a finite number between ``low`` and ``high``, either end left out where it is open."""
-    if value is None and optional:
-        return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not low <= value <= high
-        or not _is_finite(value)
-        or (low_open and value == low)
-        or (high_open and value == high)
-    ):
-        span = f"{'(' if low_open else '['}{low}, {high}{')' if high_open or high == math.inf else ']'}"
-        raise ConfigError(f"{name} is {brief(value)}; allowed: a number in {span}{' or None' if optional else ''}")
-
-
-def require_flag(name: str, value: object) -> None:
-    """Require True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {brief(value)}; allowed: True or False")
-
-
-def require_integer(name: str, value: object, low: int) -> None:
-    """Require a whole number of at least ``low``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} is {brief(value)}; allowed: a whole number >= {low}")
-
-
-def require_choice(name: str, value: object, choices: tuple[Any, ...]) -> None:
-    """Require one of ``choices``."""
-    if not any(type(value) is type(c) and value == c for c in choices):
-        raise ConfigError(f"{name} is {brief(value)}; allowed: {', '.join(repr(c) for c in choices)}")
-
-
-def require_compressor(value: object) -> None:
-    """Require what Horovod calls a compressor: anything with ``compress`` and ``decompress``, or None."""
-    if value is not None and not (hasattr(value, "compress") and hasattr(value, "decompress")):
-        raise no_compressor(value)
-
-
-def no_compressor(value: object) -> ConfigError:
-    """The error about a value in a compressor's place, such as a class or a constructor that was not called."""
-    name = value if isinstance(value, str) else getattr(value, "__name__", "dgc")
-    name = name if str(name).isidentifier() and not isinstance(value, type) else "dgc"
-    return ConfigError(
-        f"compression is {brief(value)}, which is no compressor; call one: compression=Compression.{name}(), or leave "
-        "it out for no compression"
-    )
-
-
-def require_unused(
-    what: str, name: object, number: object, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
-) -> None:
-    """Require a name for options, and a number for headers out of ``numbers``, that nothing in ``taken`` has."""
-    if not isinstance(name, str) or not name.isidentifier() or name in reserved:
-        raise ConfigError(f"a {what} cannot be named {name!r}; give it a Python name of its own")
-    if number not in numbers:
-        raise ConfigError(f"{what} {name!r} has number {number}; allowed: {numbers[0]} to {numbers[-1]}")
-    for other, its in taken.items():
-        if other == name or its == number:
-            raise ConfigError(
-                f"{what} {name!r} with number {number} collides with {other!r}, which has number {its}; names and "
-                "numbers must be unique"
-            )
-
-
-def as_loss_scale(value: object, scaler: str = "loss scaler") -> float | Callable[[], float]:
-    """A number > 0 or a function that returns one; ``scaler`` is what else the framework allows, for the error.
-
-    Raises:
-        ConfigError: something else.
-    """
-    if callable(value):
-        scale: Callable[[], float] = value
-        return scale
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return float(value)
-    raise ConfigError(f"loss_scale is {brief(value)}; give a number > 0, a function that returns one, or the {scaler}")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False

@@ -14,7 +14,7 @@ from dgc.adapter.compression import (
     require_momentum_source,
     warn_of_thin_updates,
 )
-from dgc.core.config import as_loss_scale, brief
+from dgc.core.checks import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError

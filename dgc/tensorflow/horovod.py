@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import Horovod, check_placeholder
-from dgc.core.config import no_compressor
+from dgc.core.checks import no_compressor
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.tensorflow.adoption import KERAS3, Adoption, family

@@ -20,7 +20,7 @@ from dgc.adapter.compression import (
 )
 from dgc.adapter.engine import warn_of_unmatched
 from dgc.adapter.job import Job
-from dgc.core.config import as_loss_scale, brief
+from dgc.core.checks import as_loss_scale, brief
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from dgc.adapter.compression import Uncompressed
-from dgc.core.config import DEFAULT_BUCKET_BYTES, brief
+from dgc.core.checks import brief
+from dgc.core.config import DEFAULT_BUCKET_BYTES
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.distributed import DistributedJob
 from dgc.torch.passes import Exchanged, Passes

@@ -15,7 +15,7 @@ import torch
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import check_placeholder
-from dgc.core.config import no_compressor
+from dgc.core.checks import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 from dgc.torch.engine import Engine
 from dgc.torch.horovod import Placeholders, find_owner, wait_for

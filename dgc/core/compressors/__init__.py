@@ -7,6 +7,7 @@ import difflib
 import warnings
 from typing import Any
 
+from dgc.core.checks import plain, require_choice, require_unused
 from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS
 from dgc.core.compressors.base import (
     Algorithm,
@@ -19,7 +20,7 @@ from dgc.core.compressors.base import (
 )
 from dgc.core.compressors.quantizers import Dorefa, Onebit, Qsgd, Terngrad
 from dgc.core.compressors.sparsifiers import DGC, Adacomp, Dryden, Strom, Topk
-from dgc.core.config import DGCConfig, of_steps, plain, require_choice, require_unused
+from dgc.core.config import DGCConfig, of_steps
 from dgc.errors import ConfigError
 
 __all__ = [

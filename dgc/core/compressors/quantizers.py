@@ -12,9 +12,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from dgc.core.checks import require_choice, require_integer, require_number
 from dgc.core.codecs import loops
 from dgc.core.compressors.base import BucketSpec, PerTensor, StepInfo, Tensor, as_scale, put, take_scales
-from dgc.core.config import DGCConfig, require_choice, require_integer, require_number
+from dgc.core.config import DGCConfig
 from dgc.errors import WireError
 
 
@@ -277,8 +278,7 @@ class DorefaOptions:
     """k, 1 to 8. The paper finds that fewer than 4 hurt."""
 
     def __post_init__(self) -> None:
-        require_integer("bits", self.bits, 1)
-        require_number("bits", self.bits, low=1, high=8)
+        require_integer("bits", self.bits, 1, 8)
 
 
 class Dorefa(Coded):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from dgc.core.checks import require_choice, require_integer, require_number
 from dgc.core.codecs import SPARSE_ID, SparseCodec, check_positions
 from dgc.core.compressors.base import (
     Algorithm,
@@ -21,7 +22,7 @@ from dgc.core.compressors.base import (
     take,
     take_scales,
 )
-from dgc.core.config import DGCConfig, entries_to_send, require_choice, require_integer, require_number
+from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.kernels.reference import top_k
 from dgc.errors import WireError
 
@@ -327,9 +328,7 @@ class AdacompOptions:
 
     def __post_init__(self) -> None:
         for name in ("conv_bin", "fc_bin"):
-            value = getattr(self, name)
-            require_integer(name, value, 1)
-            require_number(name, value, low=1, high=2**14 - 1)
+            require_integer(name, getattr(self, name), 1, 2**14 - 1)
         require_number("entries_per_bin", self.entries_per_bin, low=1.0, high=float(2**14))
 
 

@@ -26,7 +26,7 @@ from dgc.adapter.paddle import (
     require_keys,
     warn_of_one_process,
 )
-from dgc.core.config import plain
+from dgc.core.checks import plain
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption
