@@ -1,0 +1,30 @@
+"""What the workflows must not lose: checks before a release, and actions that nobody can exchange."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+WORKFLOWS = sorted((Path(__file__).resolve().parents[2] / ".github" / "workflows").glob("*.yml"))
+
+
+def jobs(path):
+    return yaml.safe_load(path.read_text())["jobs"]
+
+
+def test_nothing_is_published_before_lint_and_tests_have_passed():
+    folder = WORKFLOWS[0].parent
+    release = jobs(folder / "release.yml")
+    assert {"checks", "build"} <= set(release["publish"]["needs"])
+    checks = folder / Path(release["checks"]["uses"]).name
+    lines = [step.get("run", "") for job in jobs(checks).values() for step in job["steps"]]
+    assert {"make lint", "make test"} <= set(lines)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_every_action_is_pinned_by_the_digest_of_a_commit(path):
+    used = [each["uses"] for job in jobs(path).values() for each in (job, *job.get("steps", ())) if "uses" in each]
+    foreign = [name for name in used if not name.startswith("./")]
+    assert foreign
+    assert [name for name in foreign if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)] == []
