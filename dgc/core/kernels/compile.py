@@ -11,6 +11,7 @@ import gc
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -49,22 +50,49 @@ def cache_directory() -> str:
 def _user_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     try:
-        root = Path(base) if base else Path.home() / ".cache"
-        (root / "dgc").mkdir(parents=True, exist_ok=True)
-        return root / "dgc"
+        folder = (Path(base) if base else Path.home() / ".cache") / "dgc"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
     except (OSError, RuntimeError):
         return Path(tempfile.gettempdir()) / f"dgc-{os.getuid()}"
 
 
 @cache
 def usable(directory: str) -> bool:
-    """Whether kernels may be kept there. Left to itself, Numba would go on to a folder that knows no versions."""
+    """Whether kernels may be kept in a directory, which is made if it is missing.
+
+    Numba's index of a kernel is a pickle, which may run any code. So the directory is used only if no other user can
+    write to it or put another one in its place.
+    """
+    path = Path(directory)
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        # What is found there is run: a folder that another user made first, under a common name, is no good.
-        return os.access(directory, os.W_OK) and is_trusted(Path(directory).parent)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            return False
+        refused = [each for each in (path, path.parent) if not _is_private(each, may_be_sticky=each != path)]
     except OSError:
         return False
+    if refused:
+        logger.warning(
+            "compiled kernels are not kept: other users may write to %s. Run chmod 700 there if it is yours, or set "
+            "NUMBA_CACHE_DIR to a folder of your own",
+            refused[0],
+        )
+    return not refused
+
+
+def _is_private(folder: Path, *, may_be_sticky: bool) -> bool:
+    """Whether a folder is this user's or root's, and nobody else can write to it.
+
+    With ``may_be_sticky`` others may add to it, as to /tmp, if they cannot rename or delete what is not theirs.
+    """
+    # Another user may have made the folder for kernels as a link. A parent may be the user's own link.
+    status = folder.stat(follow_symlinks=may_be_sticky)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.getuid(), 0):
+        return False
+    return not status.st_mode & 0o022 or (may_be_sticky and bool(status.st_mode & stat.S_ISVTX))
 
 
 logger = logging.getLogger("dgc")
@@ -169,11 +197,6 @@ def _tell(directory: str) -> None:
 def _touch(file: Path) -> None:
     with contextlib.suppress(OSError):
         file.touch()
-
-
-def is_trusted(path: Path) -> bool:
-    """Whether this user, or root, owns the folder or file, so that its content is theirs."""
-    return path.stat().st_uid in (os.getuid(), 0)
 
 
 def entry(function: F) -> F:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -94,11 +96,55 @@ def test_who_has_waited_long_enough_compiles_as_well(tmp_path, monkeypatch):
         assert pool.submit(meets_another, 1e-9).result() == "compiles"
 
 
-@pytest.mark.parametrize(("owner", "trusted"), [(1000, True), (0, True), (1001, False)])
-def test_what_another_user_has_made_is_not_run(owner, trusted, monkeypatch):
-    class Found:
-        def stat(self):
-            return SimpleNamespace(st_uid=owner)
+@pytest.mark.parametrize(
+    ("mode", "parent", "kept"),
+    [
+        (0o700, 0o700, True),
+        (0o755, 0o755, True),
+        (0o777, 0o700, False),
+        (0o770, 0o700, False),
+        (0o700, 0o777, False),
+        (0o700, 0o1777, True),
+        (0o1777, 0o700, False),
+    ],
+)
+def test_kernels_are_kept_only_where_no_other_user_can_write(mode, parent, kept, tmp_path, caplog):
+    """An index of Numba's is a pickle: whoever can write there can run code as this user."""
+    folder = tmp_path / "parent" / "kernels"
+    folder.mkdir(parents=True)
+    folder.parent.chmod(parent)
+    folder.chmod(mode)
+    assert compile.usable(str(folder)) is kept
+    refused = folder if mode & 0o022 else folder.parent
+    assert ("other users may write to " + str(refused) + "." in caplog.text) is not kept
+
+
+def test_the_folder_of_kernels_is_made_for_this_user_alone(tmp_path):
+    folder = tmp_path / "cache" / "kernels"
+    before = os.umask(0o002)
+    try:
+        assert compile.usable(str(folder))
+    finally:
+        os.umask(before)
+    assert [each.stat().st_mode & 0o777 for each in (folder, folder.parent)] == [0o700, 0o700]
+
+
+def test_a_link_that_another_user_may_have_made_is_no_folder_for_kernels(tmp_path):
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "kernels").symlink_to(tmp_path / "mine")
+    assert not compile.usable(str(tmp_path / "kernels"))
+
+
+@pytest.mark.parametrize(("owner", "kept"), [(1000, True), (0, True), (1001, False)])
+@pytest.mark.parametrize("foreign", ["folder", "parent"])
+def test_kernels_are_not_kept_in_a_folder_of_another_user(owner, kept, foreign, tmp_path, monkeypatch):
+    folder = tmp_path / "parent" / "kernels"
+    other = {"folder": folder, "parent": folder.parent}[foreign]
+
+    def owned(path, **_):
+        return SimpleNamespace(st_uid=owner if path == other else 1000, st_mode=os.lstat(path).st_mode)
 
     monkeypatch.setattr(compile.os, "getuid", lambda: 1000)
-    assert compile.is_trusted(Found()) is trusted
+    folder.mkdir(mode=0o700, parents=True)
+    monkeypatch.setattr(Path, "stat", owned)
+    assert compile.usable(str(folder)) is kept
