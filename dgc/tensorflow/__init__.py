@@ -23,13 +23,14 @@ from dgc.tensorflow.join import join
 from dgc.tensorflow.tape import DistributedGradientTape
 
 if TYPE_CHECKING:
-    from dgc.tensorflow.keras.momentum import DGCMomentum
+    from dgc.tensorflow.keras import DGCMomentum, DGCMomentumOptimizer
     from dgc.tensorflow.keras.optimizer import DistributedOptimizer
 
 __all__ = [
     "Compression",
     "DGCCompressor",
     "DGCMomentum",
+    "DGCMomentumOptimizer",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "join",
@@ -39,7 +40,8 @@ __all__ += paddle.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("DGCMomentum", "DistributedOptimizer"):  # Keras optimizers, and Keras takes a second to import
+    # These are Keras optimizers, and Keras takes a second to import.
+    if name in ("DGCMomentum", "DGCMomentumOptimizer", "DistributedOptimizer"):
         return getattr(importlib.import_module("dgc.tensorflow.keras"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -20,10 +20,13 @@ from dgc.torch.momentum import DGCMomentum
 from dgc.torch.optimizer import DistributedOptimizer
 from dgc.torch.zero import ZeroRedundancyOptimizer
 
+DGCMomentumOptimizer = DGCMomentum  # Paddle's name
+
 __all__ = [
     "Compression",
     "DGCCompressor",
     "DGCMomentum",
+    "DGCMomentumOptimizer",
     "DistributedOptimizer",
     "RankState",
     "ZeroRedundancyOptimizer",

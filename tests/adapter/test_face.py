@@ -30,6 +30,7 @@ print(json.dumps(dict(
     signatures={{n: arguments(getattr(compressor, n)) for n in names if callable(getattr(compressor, n))}},
     constructor=arguments(compressor),
     momentum=arguments(dgc.DGCMomentum),
+    paddles_name=dgc.DGCMomentumOptimizer is dgc.DGCMomentum,
     loaded=[m for m in ("torch", "tensorflow") if m in sys.modules],
 )))
 """
@@ -103,6 +104,10 @@ def test_compressors(faces):
     # named_parameters against variables; `stock`: Horovod will build an optimizer of its own from torch's.
     assert [a[1:] for a in ours["bind"]][:4] == [a[1:] for a in theirs["bind"]]
     assert [a[0] for a in ours["bind"]] == ["self", "named_parameters", "optimizer", "process_set", "stock"]
+
+
+def test_dgc_momentum_has_paddles_name_too(faces):
+    assert [face["paddles_name"] for face in faces.values()] == [True, True, True]
 
 
 def test_dgc_momentum(faces):

@@ -19,10 +19,13 @@ from dgc.tensorflow.keras import callbacks
 from dgc.tensorflow.keras.momentum import DGCMomentum
 from dgc.tensorflow.keras.optimizer import DistributedOptimizer, load_model
 
+DGCMomentumOptimizer = DGCMomentum  # Paddle's name
+
 __all__ = [
     "Compression",
     "DGCCompressor",
     "DGCMomentum",
+    "DGCMomentumOptimizer",
     "DistributedOptimizer",
     "callbacks",
     "join",
