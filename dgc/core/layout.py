@@ -12,19 +12,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from dgc.core.config import DGCConfig
 from dgc.errors import LayoutError, WireError
 
+# Segments start at multiples of this many elements, so that a kernel's vector loads are aligned.
 ALIGNMENT = 16
-"""Segments start at multiples of this many elements, so that a kernel's vector loads are aligned."""
 
+# Positions within a bucket are int32, on a device and in the message; padding between tensors counts.
 MAX_BUCKET_ELEMENTS = 2**31 - 1
-"""Positions within a bucket are int32, on a device and in the message; padding between tensors counts."""
 
-FLOAT_TYPES = ("float16", "bfloat16", "float32", "float64")
+# Tensors up to this many elements are handled together where that saves calls, and selected without a threshold.
+SMALL = 4096
+
+# The types that a parameter may have, and the NumPy type of its elements. NumPy has no bfloat16: its bits are kept.
+FLOAT_TYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
 
 
 @dataclass(frozen=True)
@@ -93,12 +103,8 @@ class Bucket:
         return np.array([s.slice.stop for s in self.sparse], np.int64)
 
     def bounds(self, positions: np.ndarray) -> np.ndarray:
-        """(S + 1,) int64: where among ascending positions each sparsified tensor's begin, and their number."""
-        bounds = np.searchsorted(positions, self.sparse_offsets)
-        used = np.flatnonzero(np.diff(bounds))
-        if (positions[bounds[used + 1] - 1] >= self.sparse_ends[used]).any():
-            raise WireError("a position lies in the padding between tensors; nothing is ever selected there")
-        return bounds
+        """See :func:`bounds_of`, for the sparsified tensors."""
+        return bounds_of(positions, self.sparse_offsets, self.sparse_ends)
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,23 @@ class Layout:
     def describe(self) -> dict[str, str]:
         """Parameter name -> shape and type, in registration order, for the ranks to compare."""
         return {p.name: f"{tuple(p.shape)} {p.dtype}" for p in self.parameters}
+
+
+def bounds_of(positions: np.ndarray, offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return (S + 1,) int64: where among ascending positions those of each tensor begin, and their number.
+
+    Args:
+        positions: (k,) int64, ascending.
+        offsets: (S + 1,) int64, where each tensor begins, then where the last one's room ends.
+        ends: (S,) int64, where each tensor ends; padding follows.
+
+    Raises:
+        WireError: a position belongs to no tensor.
+    """
+    bounds = np.searchsorted(positions, offsets)
+    if bounds[-1] - bounds[0] < positions.size or (np.searchsorted(positions, ends) < bounds[1:]).any():
+        raise WireError("a position lies in the padding between tensors; nothing is ever selected there")
+    return bounds
 
 
 def sent_dense(parameter: Parameter, config: DGCConfig) -> bool:

@@ -117,6 +117,10 @@ def as_transport(given: Collectives) -> Transport:
     return given if isinstance(given, Transport) else _Wrapped(given)
 
 
+# Up to this total a collective is one round: an allreduce gathers all arrays and adds them in rank order. Above it, the
+# ranks of an MPI transport first tell each other that they have come.
+SMALL_BYTES = 64 * 1024
+
 BYTE_LIMIT = 2**31 - 1
 """Largest buffer of one collective: MPI counts elements in a signed 32-bit integer."""
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from dgc.adapter.engine import warn_once
 from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.base import Array, Kernels
-from dgc.core.layout import Parameter
+from dgc.core.layout import FLOAT_TYPES, Parameter
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.agreement import sample_places
 
@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
     from dgc.core.kernels.device import DeviceKernels
 
-_NAMES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+_NAMES = {getattr(torch, name): name for name in FLOAT_TYPES}
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # most are, and need no look at the type
 
@@ -203,13 +198,6 @@ def fingerprint(tensor: torch.Tensor) -> np.ndarray:
 
 # -- on the host or on a GPU -----------------------------------------------------------------------------------------
 
-_TYPES: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    # CuPy has no bfloat16: its bits are kept as uint16.
-    torch.bfloat16: np.dtype(np.uint16),
-}
 _NATIVE = frozenset((torch.float32, torch.float64))
 """Types of NumPy's that the core writes results in."""
 
@@ -344,7 +332,7 @@ class DeviceTensors(HostTensors):
             self.kernels.device.release_to(self._streams.current())
 
     def _view(self, flat: torch.Tensor) -> Array:
-        return self.kernels.device.view(flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], flat)
+        return self.kernels.device.view(flat.data_ptr(), flat.numel(), FLOAT_TYPES[_NAMES[flat.dtype]], flat)
 
 
 def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> HostTensors:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dgc.core.transport import Transport, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.core.transport import SMALL_BYTES, Transport, check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.agreement import error_of, report
 from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
@@ -161,9 +161,6 @@ def _warn_once(message: str) -> None:
 
 
 # -- Horovod's own collectives -----------------------------------------------------------------------------------
-
-SMALL_BYTES = 64 * 1024
-"""Up to this total an allreduce gathers all arrays and adds them in rank order: one round as well, and exact bits."""
 
 GATHER_BYTES = 4 * 1024 * 1024
 """A maximum of a large array gathers pieces of about this total."""

@@ -30,16 +30,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dgc.core.transport import Divisible, check_allgather, check_allreduce, gather_values, reduce_in_rank_order
+from dgc.core.transport import (
+    SMALL_BYTES,
+    Divisible,
+    check_allgather,
+    check_allreduce,
+    gather_values,
+    reduce_in_rank_order,
+)
 from dgc.errors import ConfigError, StallError, TransportError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 Result = TypeVar("Result")
-
-SMALL_BYTES = 64 * 1024
-"""Up to this total a collective is one round; above it, ranks first tell each other that they have come."""
 
 CHUNK_BYTES = 1024 * 1024
 """An allreduce works in chunks that stay in the cache between receiving and adding; 0.25 to 8 MiB measured alike."""

@@ -22,14 +22,11 @@ from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import EntrySum, Hyper, StepContext
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
 from dgc.core.kernels.device import DeviceKernels
-from dgc.core.layout import Bucket, Layout, Segment
+from dgc.core.layout import SMALL, Bucket, Layout, Segment
 from dgc.core.message import BucketPlan, Incoming, Mode, Sender, make_plan, plan_for
 from dgc.core.state import BucketState
 from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError, WireError
-
-SMALL = 4096
-"""Elements up to which tensors are updated together: a copy of that many takes less time than a call."""
 
 
 def is_finite(values: np.ndarray) -> bool:

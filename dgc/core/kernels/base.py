@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from dgc.core.kernels.threshold import COLUMNS, new_thresholds
+from dgc.core.layout import FLOAT_TYPES, MAX_BUCKET_ELEMENTS, bounds_of
 from dgc.errors import LayoutError
 
 Array: TypeAlias = Any
 """An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host."""
 
-MOST_ELEMENTS = 2**31
-"""Positions of candidates are int32."""
+# Element types as the kernels number them.
+TYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_TYPES.values())}
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.n
         raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
     if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
         raise LayoutError("u and v must be contiguous and 1-D, u not shorter than v")
-    if v.size >= MOST_ELEMENTS:
+    if v.size > MAX_BUCKET_ELEMENTS:
         raise LayoutError(
             f"v has {v.size} elements; a bucket must have fewer than 2**31: choose a smaller bucket_bytes"
         )
@@ -99,6 +100,26 @@ def check_taken(positions: np.ndarray, decoded: np.ndarray, size: int) -> None:
         raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
     if decoded.shape != positions.shape:
         raise LayoutError(f"{decoded.size} decoded values were given for {positions.size} positions")
+
+
+def type_code(array: Array, length: int, what: str) -> int:
+    """Return the code of an array's type, once it is known to be what a kernel may read at its address."""
+    if array.ndim != 1 or array.shape[0] != length:
+        raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
+    if not (array.flags.c_contiguous and getattr(array.flags, "aligned", True)):  # CuPy's are always aligned
+        raise LayoutError(f"the {what} is a strided or unaligned view; pass a contiguous copy")
+    code = TYPE_CODES.get(array.dtype)
+    if code is None:
+        if array.dtype.name == "bfloat16":
+            return TYPE_CODES[FLOAT_TYPES["bfloat16"]]
+        allowed = ", ".join(FLOAT_TYPES)
+        raise LayoutError(f"the {what} has type {array.dtype}; allowed: {allowed} (also as its bits, uint16)")
+    return code
+
+
+def bounds_in_results(results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return :func:`~dgc.core.layout.bounds_of` for the results that begin at ``offsets``."""
+    return bounds_of(positions, offsets, offsets[:-1] + [r.size for r in results])
 
 
 class Memory:

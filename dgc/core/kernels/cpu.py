@@ -14,7 +14,16 @@ import numpy as np
 from numba import carray, types
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, check_taken, check_work
+from dgc.core.kernels.base import (
+    Array,
+    Kernels,
+    MomentumRule,
+    SegmentWork,
+    Selection,
+    bounds_in_results,
+    check_taken,
+    check_work,
+)
 from dgc.core.kernels.compile import entry, helper
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.simd import at_address, fetch_add, lowest_bit, prefetch_entry
@@ -127,15 +136,12 @@ class NumbaKernels(Kernels):
                 raise LayoutError(f"result {s} is {result.dtype}; all must be contiguous float32")
         if values.shape != positions.shape:
             raise LayoutError(f"{values.size} values were given for {positions.size} positions")
-        bounds = np.searchsorted(positions, offsets)
+        bounds = bounds_in_results(results, offsets, positions)
         table = np.array([(address_of(r), r.size) for r in results], np.int64).reshape(-1, 2)
-        outside = np.array([bounds[-1] - bounds[0] < positions.size])
         self._team.run(
             self._threads_for(int(offsets[-1])), fill_results, len(results), table, offsets, bounds, positions,
-            np.ascontiguousarray(values, np.float32), outside,
+            np.ascontiguousarray(values, np.float32),
         )  # fmt: skip
-        if outside[0]:
-            raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
 
     def dense_update(  # noqa: D102
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
@@ -291,11 +297,10 @@ def mask_places(worker, progress, parts, u, v, positions, decoded, masking):
 
 
 @entry
-def fill_results(worker, progress, count, table, offsets, bounds, positions, values, outside):
+def fill_results(worker, progress, count, table, offsets, bounds, positions, values):
     """Fill ``count`` results with zeros, and with the values at the positions of each. A kernel for ``Team``.
 
-    ``table``: addresses and lengths; result s holds ``offsets[s]`` on, its positions begin at ``bounds[s]``. Where one
-    lies behind its end, ``outside``, (1,), becomes True.
+    ``table``: addresses and lengths; result s begins at place ``offsets[s]``, its positions at ``bounds[s]``.
     """
     while True:
         s = fetch_add(progress, 0, 1)
@@ -304,11 +309,7 @@ def fill_results(worker, progress, count, table, offsets, bounds, positions, val
         result = carray(at_address(table[s, 0]), (table[s, 1],), types.float32)
         result[:] = 0
         for i in range(bounds[s], bounds[s + 1]):
-            place = positions[i] - offsets[s]
-            if place < result.size:
-                result[place] = values[i]
-            else:
-                outside[0] = True
+            result[positions[i] - offsets[s]] = values[i]
         fetch_add(progress, 1, 1)
 
 

@@ -24,10 +24,11 @@ from dgc.core.kernels.base import (
     MomentumRule,
     SegmentWork,
     Selection,
+    bounds_in_results,
     check_taken,
     check_work,
+    type_code,
 )
-from dgc.errors import LayoutError
 
 if TYPE_CHECKING:
     from dgc.core.kernels.sweep import Choice
@@ -57,9 +58,6 @@ ROW = np.dtype(
 """A tensor in a pass: addresses, its place in the flat space, the options of its momentum SGD, and a limit: the least
 magnitude of a candidate, of which ``most`` are kept, or the largest that a result may have. ``form``: 0 no momentum, 1
 heavy ball, 2 Nesterov."""
-
-KINDS = {np.dtype(t): i for i, t in enumerate((np.float32, np.float64, np.float16, np.uint16))}
-"""Codes of element types; uint16 are the bits of bfloat16."""
 
 OPTIONS = ("--fmad=false",)
 
@@ -439,10 +437,7 @@ class DeviceKernels(Kernels):
     def set_entries(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
-        bounds = np.searchsorted(positions, offsets)
-        for s, result in enumerate(results):
-            if bounds[s] < bounds[s + 1] and positions[bounds[s + 1] - 1] - offsets[s] >= result.size:
-                raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
+        bounds_in_results(results, offsets, positions)
         if not results:
             return
         kind = np.dtype(results[0].dtype)
@@ -565,14 +560,4 @@ class DeviceKernels(Kernels):
 
 
 def _place_of(array: Array, length: int, what: str) -> tuple[int, int]:
-    """Address and kind of an array that a kernel may read or write."""
-    if array.shape != (length,):
-        raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
-    if not array.flags.c_contiguous:
-        raise LayoutError(f"the {what} is a strided view; pass a contiguous copy")
-    kind = KINDS.get(array.dtype)
-    if kind is None:
-        raise LayoutError(
-            f"the {what} has type {array.dtype}; allowed: float16, float32, float64, and uint16 as bits of bfloat16"
-        )
-    return array.data.ptr, kind
+    return array.data.ptr, type_code(array, length, what)

@@ -7,8 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection
-from dgc.errors import LayoutError
+from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, bounds_in_results
 
 
 def top_k(values: np.ndarray, k: int) -> np.ndarray:
@@ -93,11 +92,9 @@ class ReferenceKernels(Kernels):
     def set_entries(  # noqa: D102
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
-        bounds = np.searchsorted(positions, offsets)
+        bounds = bounds_in_results(results, offsets, positions)
         for s, result in enumerate(results):
             inside = slice(bounds[s], bounds[s + 1])
-            if bounds[s] < bounds[s + 1] and positions[bounds[s + 1] - 1] - offsets[s] >= result.size:
-                raise LayoutError("a position lies in the padding between tensors; nothing is ever selected there")
             result.fill(0)
             result[positions[inside] - offsets[s]] = values[inside]
 

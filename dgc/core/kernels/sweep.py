@@ -19,7 +19,7 @@ from numba import carray, types, uint32
 from numba.extending import register_jitable
 
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import SegmentWork, Selection
+from dgc.core.kernels.base import TYPE_CODES, SegmentWork, Selection, type_code
 from dgc.core.kernels.compile import entry, helper
 from dgc.core.kernels.simd import (
     AHEAD,
@@ -43,7 +43,7 @@ from dgc.core.kernels.simd import (
 )
 from dgc.core.kernels.threads import Team
 from dgc.core.kernels.threshold import ENOUGH
-from dgc.errors import LayoutError
+from dgc.core.layout import FLOAT_TYPES
 
 # -- a bucket's work as two tables of numbers, so that no Python object is left in a loop ------------------------------
 # S segments; addresses stand for arrays, so that one compiled kernel serves every mix of types and no array is copied.
@@ -58,38 +58,11 @@ MOMENTUM, DECAY, SCALE, USED = range(4)
 """Columns of the (S, 4) float64 table; USED, the threshold of this pass, is filled by a kernel."""
 REALS = 4
 
-FLOAT32, FLOAT64, FLOAT16, BFLOAT16 = range(4)
-"""Codes of element types."""
+FLOAT32, FLOAT64, FLOAT16 = (TYPE_CODES[FLOAT_TYPES[name]] for name in ("float32", "float64", "float16"))
 NO_MOMENTUM, HEAVY_BALL, NESTEROV = range(3)
 """Forms of momentum."""
 
-_FLOAT32 = np.dtype(np.float32)
-_CODES = {
-    _FLOAT32: FLOAT32,
-    np.dtype(np.float64): FLOAT64,
-    np.dtype(np.float16): FLOAT16,
-    # NumPy has no bfloat16: its bits are kept as uint16.
-    np.dtype(np.uint16): BFLOAT16,
-}
-
-
-def element_code(array: np.ndarray, length: int, what: str) -> int:
-    """Code of a 1-D array's type, once it is known to be what a kernel may read at its address."""
-    if array.ndim != 1 or array.shape[0] != length:
-        raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
-    flags = array.flags
-    if not (flags.c_contiguous and flags.aligned):
-        raise LayoutError(f"the {what} is a strided or unaligned view; pass a contiguous copy")
-    if array.dtype is _FLOAT32:
-        return FLOAT32
-    code = _CODES.get(array.dtype)
-    if code is not None:
-        return code
-    if array.dtype.name == "bfloat16":
-        return BFLOAT16
-    raise LayoutError(
-        f"the {what} has type {array.dtype}; allowed: float16, float32, float64, bfloat16 (also as its bits, uint16)"
-    )
+_FLOAT32 = FLOAT_TYPES["float32"]
 
 
 def address_of(array: np.ndarray) -> int:
@@ -103,7 +76,7 @@ def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
     # The common case first: after a pass the caches are cold, and each further test fetches its code anew.
     if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
         return address_of(array), FLOAT32
-    return address_of(array), element_code(array, length, what)
+    return address_of(array), type_code(array, length, what)
 
 
 def make_table(work: Sequence[SegmentWork]) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,8 @@ import math
 
 import numpy as np
 
+from dgc.core.layout import SMALL
+
 NEXT = 0
 """Threshold for the next pass; 0 admits every entry that is not zero."""
 LEVEL = 1
@@ -36,8 +38,6 @@ GROWTH = 6
 """By how much the logarithm is expected to grow in the coming step; never below 0."""
 COLUMNS = 7
 
-SMALL = 4096
-"""Segments up to this length need no threshold: all their entries are candidates."""
 HIGHEST_DENSITY = 0.05
 """Above this share of entries a threshold saves nothing; the segment is selected by a histogram after the pass."""
 ENOUGH = 0.8

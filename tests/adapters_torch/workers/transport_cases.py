@@ -11,9 +11,10 @@ from transport.workers.transport_contract import Carrier
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
+from dgc.core.transport import SMALL_BYTES
 from dgc.torch.horovod import HOROVOD, HorovodTransport
 from dgc.transport.agreement import require_agreement
-from dgc.transport.choice import GATHER_BYTES, SMALL_BYTES
+from dgc.transport.choice import GATHER_BYTES
 from dgc.transport.local import local_world
 from dgc.transport.mpi import MPITransport
 

@@ -11,7 +11,7 @@ from kernel_tools import FLAGS, KINDS, LENGTHS, as_type, bits, check_selection, 
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import TILE, NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.errors import LayoutError
+from dgc.errors import LayoutError, WireError
 
 GRADIENT_TYPES = ["float32", "float16", "bfloat16", "float64"]
 
@@ -275,12 +275,12 @@ def test_set_entries(kernels, k):
 
 
 def test_set_entries_refuses_padding(kernels):
-    with pytest.raises(LayoutError, match="padding"):
+    with pytest.raises(WireError, match="padding"):
         kernels.set_entries([], np.array([0]), np.array([3]), np.ones(1, np.float32))
-    with pytest.raises(LayoutError, match="padding"):
+    with pytest.raises(WireError, match="padding"):
         kernels.set_entries([np.zeros(5, np.float32)], np.array([0, 16]), np.array([2, 5]), np.ones(2, np.float32))
     after = np.zeros(16, np.float32)
-    with pytest.raises(LayoutError, match="padding"):
+    with pytest.raises(WireError, match="padding"):
         kernels.set_entries([after[:5], after[8:]], np.array([0, 8, 16]), np.array([17]), np.ones(1, np.float32))
     np.testing.assert_array_equal(after, 0)
 

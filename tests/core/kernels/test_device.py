@@ -13,7 +13,7 @@ from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.errors import LayoutError
+from dgc.errors import LayoutError, WireError
 
 pytestmark = needs_compiler
 
@@ -148,7 +148,7 @@ def test_entries_are_set_in_their_tensors(dtype):
         same_bits(host(a), b)
     fake_kernels().set_entries(added, offsets, positions[:0], values[:0])
     assert not any(host(a).any() for a in added)
-    with pytest.raises(LayoutError, match="padding"):
+    with pytest.raises(WireError, match="padding"):
         fake_kernels().set_entries(added, offsets, np.array([3001]), np.ones(1, dtype))
 
 
