@@ -344,7 +344,7 @@ class StepWatch:
         engine.adoption.hide(optimizer)
         engine.results.applied()
         engine.updates.apply(optimizer)
-        return None if closure is None else self._followed(closure)
+        return None if closure is None else self._followed(optimizer, closure)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step: its groups hold the user's options again, and its closure's exchange counts."""
@@ -357,20 +357,21 @@ class StepWatch:
         elif self._concerns(optimizer):
             engine.results.applied()
 
-    def _followed(self, closure: Closure) -> Closure:
-        """The closure of a step, after which its gradients are exchanged."""
+    def _followed(self, optimizer: torch.optim.Optimizer, closure: Closure) -> Closure:
+        """Return the closure of a step with the exchange of the gradients that it computes."""
 
         @untraced
         def followed() -> Any:
-            results = self.engine.results
+            results, adoption = self.engine.results, self.engine.adoption
             results.in_closure = True
+            adoption.show()  # which of them are hidden is known once the closure's backward pass has read them
             try:
-                # The optimizer runs it with its options hidden; a backward pass in it reads them.
                 loss = closure()
                 self.closure_returned()
-                return loss
             finally:
                 results.in_closure = False
+            adoption.hide(optimizer)
+            return loss
 
         return followed
 

@@ -6,7 +6,9 @@ import atexit
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
@@ -109,6 +111,16 @@ def lightning():
 
     check(lightning_digits.train)
     check_resume(lightning_digits.train, checkpoint="{}/epoch=0.ckpt")
+
+
+@case
+def lightning_resumes_adamw():
+    """Lightning steps by a closure, inside of which the compressor begins to take the first moment."""
+    import lightning_digits
+
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    with patch.object(lightning_digits.Classifier, "configure_optimizers", lambda self: adamw(self.parameters())):
+        check_resume(lightning_digits.train, checkpoint="{}/epoch=0.ckpt")
 
 
 @case
