@@ -304,17 +304,6 @@ class CompressorBase(Generic[EngineT]):
         self.engine.require_loadable(own)
         return own
 
-    def applied(self) -> None:
-        """The results of the latest exchange were applied without an optimizer: that step counts. Call it on all ranks.
-
-        A step that no optimizer's ``step()`` and no call of this follows is dropped when the next one begins.
-
-        Raises:
-            LayoutError: called in the middle of a step.
-        """
-        if self.engine is not None:
-            self.engine.applied()
-
     def reset(self) -> None:
         """Forget residuals, momentum buffers, the step and the statistics; call it on all ranks."""
         self._pending = None

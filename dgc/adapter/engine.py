@@ -89,9 +89,6 @@ class EngineBase(abc.ABC):
         """The state under this model's names, where they may differ from those it was saved under."""
         return saved
 
-    def _decide(self) -> None:  # noqa: B027
-        """Before the state is looked at: find out what became of the latest step, if that was not reported."""
-
     def _clear(self) -> None:  # noqa: B027
         """Forget, after a reset, what outlives a step."""
 
@@ -149,12 +146,10 @@ class EngineBase(abc.ABC):
 
     def residual_norm(self) -> float:
         """L2 norm of what this rank has not sent yet."""
-        self._decide()
         return sum(exchange.residual_norm() for exchange in self._exchanges)
 
     def describe(self) -> dict[str, Any]:
         """What the next step will do, in plain values: see ``compression.describe()``."""
-        self._decide()
         config, exchange = self._config, next(iter(self._exchanges), None)
         layout = self.layout if exchange is None else exchange.layout
         schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
@@ -195,17 +190,10 @@ class EngineBase(abc.ABC):
         for exchange in self._exchanges:
             (exchange.require_whole if whole else exchange.require_between_steps)(what)
 
-    def applied(self) -> None:
-        """The results of the latest exchange were applied: the step counts."""
-        self.require_between_steps("applied()")
-        for exchange in self._exchanges:
-            exchange.applied()
-
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: :meth:`~dgc.core.exchange.exchange.Exchange.state_dict`, and what the framework adds."""
-        self._decide()
         state = self._exchanges[0].state_dict() if self._exchanges else {**EMPTY, "parameters": {}}
         return {**state, **self.between.rank_info(), **self._extra_state()}
 

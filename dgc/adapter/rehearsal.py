@@ -93,7 +93,6 @@ def _rehearse(config: DGCConfig, kernels: Kernels) -> None:
                     gradient = np.sin(np.arange(parameter.numel, dtype=np.float32))
                     exchange.submit(index, gradient, np.empty_like(gradient))
                 exchange.finish()
-                exchange.applied()
         finally:
             exchange.close()
 

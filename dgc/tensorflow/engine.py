@@ -93,7 +93,7 @@ class Group:
         ``indices`` are the variables with a gradient, ascending; the others stay as they are, on all ranks. Of these
         are the parameters' values, or nothing where no weight decay needs them. ``hyper`` has the options of all of the
         model. The ranks must share the learning rate; ``follows`` says whether the adopted velocity contains it.
-        ``joins`` are flags of a rank that takes part without data, which then applies or drops the step.
+        ``joins`` are flags of a rank that takes part without data.
         """
         self._count_run()
         given = [self.indices.index(i) for i in indices]
@@ -103,15 +103,12 @@ class Group:
         hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
         if learning_rate is not None and follows:
             self.follow(learning_rate)
-        # Keras' velocity takes in lr * g: nothing at a rate of 0, at which it goes on moving the variable. Here nothing
-        # moves then, so what is sent stays.
-        still = learning_rate == 0.0 and follows
-        if still:
-            hyper.weight_decay = [0.0] * len(self.indices)
-            gradients = [np.zeros_like(gradient) for gradient in gradients]
+        # Keras' velocity takes in lr * g. At a rate of 0 that is nothing, and no variable moves by what is sent:
+        # momentum and residuals stay as they are.
+        before = self.exchange.state.copy() if learning_rate == 0.0 and follows else None
         for place in absent:
             hyper.weight_decay[place] = 0.0
-        self.exchange.begin(StepOptions(hyper, awaits_update=still or bool(joins), joins=joins))
+        self.exchange.begin(StepOptions(hyper, joins=joins))
         for place in absent:
             nothing = self._pool.take(place).reshape(-1)
             nothing.fill(0)
@@ -133,8 +130,9 @@ class Group:
             results.append(result)
         refused = self.exchange.finish()
         self._require_all_ended()
-        if still and not refused:
-            self.exchange.drop()
+        if before is not None:
+            before.step = self.exchange.state.step
+            self.exchange.state.assign(before)
         return results, REFUSED if refused else APPLY
 
     def fail(self, error: DGCError) -> NoReturn:

@@ -1,7 +1,7 @@
 """``dgc.tensorflow.join``: ranks with fewer batches take part in the steps of the others, as with ``hvd.join()``.
 
 A joined rank hands over zeros, so its momentum and residual go on being sent; it updates nothing. Once all ranks have
-joined, that exchange is dropped, and all take over what the last one has trained.
+joined, that exchange is undone, and all take over what the last one has trained.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def end_together(engine: Engine) -> None:
     exchange, stats = group.exchange, copy.deepcopy(group.exchange.stats)
     try:
         _step_without_data(engine, group, Flags.JOINED | ENDED)
-        exchange.drop()
     finally:
         exchange.joined = {}
     exchange.stats = stats
@@ -85,9 +84,7 @@ def _follow_until_all_joined(engine: Engine, group: Group) -> int:
             joined = set(exchange.joined)
             if len(joined) == ranks:
                 break
-            exchange.applied()
             before = joined
-        exchange.drop()
     finally:
         exchange.joined = {}
     return max(set(range(ranks)) - before)

@@ -221,9 +221,6 @@ class Engine(EngineBase):
         self._clear()
         self.watch.saved.compressor_loaded()
 
-    def _decide(self) -> None:
-        self.results.drop_if_cleared()
-
     def abandon(self) -> bool:  # noqa: D102
         through = super().abandon()
         self._pending.clear()
@@ -294,15 +291,13 @@ class Engine(EngineBase):
             error = error or refused
         rates = learning_rates_of(owner)
         hyper = self.adoption.hyper.chosen(range(len(self.names)), rates, change.restored)
-        # Whether a step was applied is known of an optimizer alone.
-        self._options = StepOptions(hyper, owner is not None, watch.holds, defers, self.joins)
+        self._options = StepOptions(hyper, watch.holds, defers, self.joins)
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
         """Momentum that was loaded becomes u, and what belongs to the run that was left is forgotten."""
         state, steps = self.exchange.state, self.exchange.state.step
         if change.restored:
-            self.exchange.applied()
             state.reset()
             state.step = steps  # the schedule goes on
         absorbed = self.adoption.absorb(owner, restored=change.restored)

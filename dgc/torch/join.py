@@ -1,8 +1,8 @@
 """``dgc.torch.join``: ranks with fewer batches take part in the steps of the others, as with ``hvd.join()``.
 
 A joined rank hands over zeros, so its momentum and residual go on being sent, and its messages carry a flag. After each
-such step it takes over the options of a rank that trains, and makes the same update. Once all messages of a step carry
-the flag there was none: that exchange is dropped, and the state is that from before it.
+such step it takes over the options of a rank that trains, and makes the same update. When every rank has set the joined
+flag, nobody had a gradient, and the exchange is undone.
 """
 
 from __future__ import annotations
@@ -93,9 +93,6 @@ def _follow_until_all_joined(engine: Engine, optimizer: Any) -> int:
         if engine.follows:
             with optimizer.skip_synchronize():
                 optimizer.step()
-        else:
-            engine.exchange.applied()
-    engine.exchange.drop()
     engine.exchange.joined = {}
     _clear(engine)
     return max(set(range(ranks)) - before)

@@ -1,7 +1,6 @@
-"""What happens around an optimizer's ``step()``, and which steps count.
+"""What happens around an optimizer's ``step()``.
 
-A step counts when an optimizer over any of its parameters begins to step, or ``compression.applied()`` is called; it is
-dropped when the next one begins without that (:class:`Results`). A :class:`StepWatch` knows who steps the parameters,
+:class:`Results` knows whether the latest results were used. A :class:`StepWatch` knows who steps the parameters,
 and what is done before and after that; each front end derives one.
 """
 
@@ -88,28 +87,21 @@ def warn_of_unknown_scaler() -> None:
 
 
 class Results:
-    """The latest step's results in ``.grad``, and whether that step counts.
-
-    It counts as well where the next one begins with its results still in ``.grad``, to which gradients were added.
+    """The latest step's results in ``.grad``.
 
     Attributes:
+        undecided: whether no optimizer has used them.
         cleared: whether the owner's ``zero_grad()`` has run since: whatever is in ``.grad`` from then on is no result.
         kept: whether the step that began last found gradients where the one before had left them, also cleared in
             place; None where that had left none.
-        in_closure: whether a closure of the optimizer's step runs: whatever it exchanges counts.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], exchanges: Sequence[Exchange]) -> None:
         self._parameters = parameters
         self._exchanges = exchanges
         self._written: list[weakref.ref[torch.Tensor] | None] = []  # the latest step's gradients by index
-        self.cleared = self._warned = self.in_closure = False
+        self.cleared = self.undecided = False
         self.kept: bool | None = None
-
-    @property
-    def undecided(self) -> bool:
-        """Whether the latest step can still be dropped."""
-        return self._exchanges[0].latest.stage is Stage.EXCHANGED
 
     @property
     def stand(self) -> bool:
@@ -118,12 +110,12 @@ class Results:
 
     def written(self) -> None:
         """The exchange has finished a step, which was not applied yet."""
-        self.cleared = False
+        self.cleared, self.undecided = False, self._exchanges[0].latest.stage is Stage.COMMITTED
         self._written = [None if p.grad is None or p.grad.is_sparse else weakref.ref(p.grad) for p in self._parameters]
 
     def applied(self) -> None:
         """An optimizer steps the parameters now, or has done so since a closure exchanged their gradients."""
-        self._exchanges[0].applied()
+        self.undecided = False
 
     def moved(self, index: int) -> None:
         """DDP may have moved gradients to new buckets: what was not cleared is in ``.grad``, as another tensor."""
@@ -131,16 +123,11 @@ class Results:
             if i != index and ref is not None and p.grad is not None:
                 self._written[i] = weakref.ref(p.grad)
 
-    def drop_if_cleared(self) -> None:
-        """Before the state is looked at: drop the latest step if its results were cleared."""
-        if self.undecided and not self.stand:
-            self._conclude()
-
     def next_begins(self, index: int | None = None) -> bool:
         """The first gradient of the next step is there, of this parameter, or None: the latest step is over.
 
         Returns:
-            Whether the results of the latest step are still in ``.grad``, other than 0, and are sent again: it counts.
+            Whether the results of the latest step are still in ``.grad``, other than 0, and are sent again.
         """
         found = self._there()
         self.kept = bool(found) if any(self._written) else None
@@ -148,11 +135,7 @@ class Results:
         if found and not self.cleared and (self.undecided or index is None):
             others = [gradient for i, gradient in found.items() if i != index]
             left = not others or any(bool(local(gradient).any()) for gradient in others)
-        if left:
-            self.applied()  # they live on in what is sent next
-        elif self.undecided:
-            self._conclude()
-        self._written = []
+        self.undecided, self._written = False, []
         return left
 
     def _there(self) -> dict[int, torch.Tensor]:
@@ -162,20 +145,6 @@ class Results:
             if ref is not None and (gradient := self._parameters[i].grad) is not None and gradient is ref():
                 there[i] = gradient
         return there
-
-    def _conclude(self) -> None:
-        """No optimizer has stepped since the latest exchange."""
-        if self.in_closure:
-            self._exchanges[0].applied()
-        elif self._exchanges[0].drop() and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "a step was exchanged by synchronize() but not applied by step(); its gradient stays in the "
-                "compressor's residuals and is applied later, where dense training drops it. After an update without "
-                "an optimizer call compression.applied()",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
 
 def refusal_of_results(*, undecided: bool, velocity: bool, unwritten: bool) -> ConfigError | None:
@@ -362,14 +331,10 @@ class StepWatch:
 
         @untraced
         def followed() -> Any:
-            results, adoption = self.engine.results, self.engine.adoption
-            results.in_closure = True
+            adoption = self.engine.adoption
             adoption.show()  # which of them are hidden is known once the closure's backward pass has read them
-            try:
-                loss = closure()
-                self.closure_returned()
-            finally:
-                results.in_closure = False
+            loss = closure()
+            self.closure_returned()
             adoption.hide(optimizer)
             return loss
 

@@ -47,7 +47,6 @@ def three_steps(transport, config, kernels):
             gradient = np.cos(np.arange(p.numel, dtype=np.float32) * (1 + step + transport.rank))
             exchange.submit(i, gradient, np.empty_like(gradient))
         exchange.finish()
-        exchange.applied()
     exchange.close()
 
 

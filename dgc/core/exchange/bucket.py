@@ -1,4 +1,4 @@
-"""One bucket in one step: compress -> message -> collectives -> apply, and commit once the step counts.
+"""One bucket in one step: compress -> message -> collectives -> apply -> commit.
 
 Runs on the communication thread. The results of sparsified tensors are written by :meth:`BucketExchange.run`; those of
 dense tensors only once the whole step is known to be finite (:meth:`BucketExchange.finish`), because their momentum
@@ -128,15 +128,18 @@ class BucketExchange:
         self._exchange_messages(at)
 
     def finish(self, *, refused: bool, left_alone: Collection[int] = ()) -> None:
-        """Write the results of dense tensors; what no rank has a gradient of is as before the step, its result 0.
+        """Write the results of dense tensors and, unless the step is refused, let what was sent leave the residual.
 
-        In a refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
+        What no rank has a gradient of is as before the step, its result 0. In a refused step the flagged buckets'
+        results become NaN, so that a GradScaler skips the step.
         """
         at = self.at
         for segment in [s for s in at.kept if s.parameter not in left_alone] if at.kept else ():
             del at.kept[segment]
         if at.plan.is_active:
             self.encoder.finish(at, refused=refused)
+            if not refused:
+                self.encoder.commit(at)
             if not self.encoder.keeps_residual:
                 self._memory.fill(at.state.v, 0)
         if refused and at.flagged:
@@ -153,17 +156,6 @@ class BucketExchange:
                 self.write_deferred()
         if at.kept:
             self._put_back(at.state)
-
-    def commit(self, copy: BucketState | None = None) -> Array | None:
-        """Let what was sent leave the residual, or a copy of it; again does nothing."""
-        if not self.has_run or self.at.is_committed:
-            return None
-        at = self.at
-        at.is_committed = copy is None
-        sent = self.encoder.commit(at, copy or at.state)
-        if at.kept:
-            self._put_back(copy or at.state)
-        return sent
 
     def take_deferred(self) -> EntrySum | None:
         """The results of the latest step that were not written; only once. Its gradients are let go."""

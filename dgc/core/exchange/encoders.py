@@ -295,7 +295,7 @@ class BucketStep:
     Attributes:
         step: all gradients of the bucket are in.
         plan: how the bucket is sent; once compressed, with the sizes that this step's messages have on all ranks.
-        state: u and v, which take in the gradients and nothing else before the commit, and thresholds; in place.
+        state: u, v and thresholds, which change in place; before the commit u and v take in the gradients alone.
         sender: the message, whose payload an encoder writes.
         vector: what is summed densely; in a dense sum of entries an encoder writes its sparsified part.
         count: entries that this rank has put into its message.
@@ -303,7 +303,6 @@ class BucketStep:
         flagged: whether a value is not finite; once the messages are in, on any rank.
         flagged_by: the ranks that met such a value before they sent anything.
         is_out: whether this rank's message is out; an error can no longer be reported in it.
-        is_committed: whether what was sent has left the residual.
         deferred: the results of the sparsified tensors that have not been written.
         absent: each rank's digest of the parameters of which it has no gradient, once the messages are in.
         kept: by segment, what the state held of those that are absent on this rank, before the step.
@@ -320,7 +319,6 @@ class BucketStep:
     flagged: bool = False
     flagged_by: list[int] = field(default_factory=list)
     is_out: bool = False
-    is_committed: bool = False
     deferred: EntrySum | None = None
     absent: list[int] = field(default_factory=list)
     kept: dict[Segment, list[Array]] = field(default_factory=dict)
@@ -401,12 +399,8 @@ class Encoder(ABC):
         return
 
     @abstractmethod
-    def commit(self, at: BucketStep, state: BucketState) -> Array | None:
-        """Subtract what was sent from v and mask momentum; the step counts. Nothing else changes u and v for good.
-
-        Returns:
-            (k,) positions of what was sent, where the kernels work or on the host; None for all elements or none.
-        """
+    def commit(self, at: BucketStep) -> None:
+        """Subtract what was sent from v, and mask momentum."""
 
     # -- shared by encoders ----------------------------------------------------------------------------------------
 
@@ -540,8 +534,9 @@ class AlgorithmEncoder(Encoder):
     def finish(self, at: BucketStep, *, refused: bool) -> None:  # noqa: D102
         self._algorithm.finish(self._spec(at.plan.density), at.state.thresholds, refused=refused)
 
-    def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
-        return self._subtract(at.plan, state) if self.keeps_residual and at.plan.is_active else None
+    def commit(self, at: BucketStep) -> None:  # noqa: D102
+        if self.keeps_residual:
+            self._subtract(at.plan, at.state)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -577,7 +572,7 @@ class AlgorithmEncoder(Encoder):
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             vector[tensor.slice] = values
 
-    def _subtract(self, plan: BucketPlan, state: BucketState) -> Array | None:
+    def _subtract(self, plan: BucketPlan, state: BucketState) -> None:
         """Subtract this rank's own message from v, and clear u where entries were sent, with masking."""
         spec = self._spec(plan.density)
         decoded = self._algorithm.decode(self._own, self._count_sent, spec)
@@ -585,10 +580,9 @@ class AlgorithmEncoder(Encoder):
             late = not self._algorithm.has_room_for_all(spec)
             masking = late and self._masks(len(decoded.positions))
             self._kernels.take_out(state.u, state.v, decoded.positions, decoded.values, masking=masking)
-            return decoded.positions
+            return
         for tensor, values in zip(self._tensors, decoded.values, strict=True):
             state.v[tensor.slice] -= values
-        return None
 
     def _decode(self, message: Incoming, spec: BucketSpec) -> SparseValues | DenseValues:
         try:
@@ -647,15 +641,11 @@ class TopKEncoder(Encoder):
                 raise message.damaged(error) from error
         self._put(at, entries, share * at.step.loss_scale)
 
-    def commit(self, at: BucketStep, state: BucketState) -> Array | None:  # noqa: D102
-        if at.sent is None:
-            return None
+    def commit(self, at: BucketStep) -> None:  # noqa: D102
+        assert at.sent is not None, "the bucket has run"
         positions, values = at.sent
         masking = self._masks(sum(at.plan.ks))
-        self._kernels.take_out(state.u, state.v, positions, values, masking=masking)
-        if not self.keeps_residual:
-            self._memory.fill(state.v, 0)
-        return positions
+        self._kernels.take_out(at.state.u, at.state.v, positions, values, masking=masking)
 
 
 _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl")

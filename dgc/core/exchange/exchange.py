@@ -61,10 +61,8 @@ class Stage(enum.Enum):
     OPEN = "gradients come in, and buckets run"
     THROUGH = "all buckets have run; finish() was not called"
     BROKEN = "an error ended the exchange; finish() or fail() has not raised it"
-    EXCHANGED = "the results are there; the update has neither used nor dropped them"
-    APPLIED = "it counts: what was sent has left the residual"
-    DROPPED = "exchanged and not applied"
-    REFUSED = "a value was not finite"
+    COMMITTED = "the results are there, and what was sent has left the residual"
+    REFUSED = "a value was not finite: the gradient stays in the residual"
     FAILED = "an error was raised; reset() or load_state_dict() must come first"
 
 
@@ -74,36 +72,27 @@ class Event(enum.Enum):
     BEGIN = "first gradient of a step"
     RUN = "last bucket has run"
     BREAK = "a message carries an error, is damaged, or a collective fails; or the step is given up"
-    FINISH = "`finish()`: all values are finite"
+    COMMIT = "`finish()`: all values are finite"
     REFUSE = "`finish()`: a value is not finite"
     RAISE = "`finish()` or `fail()` raises the error"
-    APPLY = "`applied()`: the optimizer updates the parameters, or updates are not reported"
-    DROP = "`drop()`: the results are not used"
     RESET = "`reset()`, `load_state_dict()`"
 
 
 _UNDER_WAY = (Stage.OPEN, Stage.THROUGH, Stage.BROKEN)
-_BETWEEN = (Stage.NONE, Stage.EXCHANGED, Stage.APPLIED, Stage.DROPPED, Stage.REFUSED)
+_BETWEEN = (Stage.NONE, Stage.COMMITTED, Stage.REFUSED)
 
 TABLE: dict[tuple[Stage, Event], Stage] = {
     **{(stage, Event.BEGIN): Stage.OPEN for stage in _BETWEEN},
     (Stage.OPEN, Event.RUN): Stage.THROUGH,
     (Stage.OPEN, Event.BREAK): Stage.BROKEN,
     (Stage.THROUGH, Event.BREAK): Stage.BROKEN,
-    (Stage.THROUGH, Event.FINISH): Stage.EXCHANGED,
+    (Stage.BROKEN, Event.BREAK): Stage.BROKEN,  # the first error counts
+    (Stage.THROUGH, Event.COMMIT): Stage.COMMITTED,
     (Stage.THROUGH, Event.REFUSE): Stage.REFUSED,
     (Stage.BROKEN, Event.RAISE): Stage.FAILED,
-    (Stage.EXCHANGED, Event.APPLY): Stage.APPLIED,
-    (Stage.EXCHANGED, Event.DROP): Stage.DROPPED,
     **{(stage, Event.RESET): Stage.NONE for stage in (*_BETWEEN, Stage.FAILED)},
 }
-"""(stage, event) -> the next stage."""
-
-IGNORED = {
-    (Stage.BROKEN, Event.BREAK),  # the first error counts
-    *((stage, event) for stage in Stage if stage is not Stage.EXCHANGED for event in (Event.APPLY, Event.DROP)),
-}
-"""Pairs that change nothing; all others that :data:`TABLE` lacks are errors of this package."""
+"""(stage, event) -> the next stage. A pair that is missing is an error of this package."""
 
 
 class Step:
@@ -116,21 +105,16 @@ class Step:
         error: what ended it, in the stages BROKEN and FAILED.
         announced: an error of this rank, and the parameter it concerns, which its next message carries.
         closed: whether the exchange was closed.
-
-    A dropped or failed step keeps its gradient in u and v and counts in the schedule, and dense tensors' momentum keeps
-    what it took in. A rank that has joined goes back to a copy of the state instead: its last step was none.
     """
 
-    def __init__(self, state: State, buckets: Sequence[BucketExchange]) -> None:
+    def __init__(self, buckets: Sequence[BucketExchange]) -> None:
         self.lock = threading.Condition()
         self.stage = Stage.NONE
         self.context: StepContext | None = None
         self.error: DGCError | None = None
         self.announced: tuple[DGCError, int | None] | None = None
         self.closed = False
-        self._state = state
         self._buckets = buckets
-        self._before: State | None = None
         self._process = _forks
 
     @property
@@ -169,19 +153,16 @@ class Step:
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def enter(self, event: Event) -> bool:
-        """Go to the next stage of :data:`TABLE`; returns False where the event is ignored."""
+    def enter(self, event: Event) -> None:
+        """Go to the next stage of :data:`TABLE`."""
         with self.lock:
             following = TABLE.get((self.stage, event))
             if following is None:
-                if (self.stage, event) in IGNORED:
-                    return False
                 raise RuntimeError(f"{event.name} came in the stage {self.stage.name}")
             self.stage = following
             if following not in _UNDER_WAY:
                 self.context = None
             self.lock.notify_all()
-            return True
 
     def announce(self, error: DGCError, parameter: int | None = None) -> None:
         """Have the next message carry an error of this rank; the first one counts."""
@@ -190,9 +171,7 @@ class Step:
             self.lock.notify_all()
 
     def begin(self, context: StepContext) -> None:
-        """Open a step; the one before it counts if that is undecided. The caller holds the lock."""
-        self.applied()
-        self._before = None
+        """Open a step. The caller holds the lock."""
         for bucket in self._buckets:
             bucket.start(context)
         self.enter(Event.BEGIN)
@@ -205,30 +184,15 @@ class Step:
             self.enter(Event.BREAK)
 
     def fail(self, error: DGCError) -> DGCError:
-        """End the step by an error, and go back to copies from before it; returns the first error, to be raised."""
+        """End the step by an error; returns the first error, to be raised."""
         self.broke(error)
         self.enter(Event.RAISE)
-        self._go_back()
         return self.error or error
-
-    def applied(self) -> None:
-        """Let the step count: what was sent leaves the residual."""
-        if self.stage is Stage.EXCHANGED:
-            for bucket in self._buckets:
-                bucket.commit()
-            self.enter(Event.APPLY)
-
-    def drop(self) -> bool:
-        """Leave the results unused: what was sent stays in the residual; False where there are none to drop."""
-        if not self.enter(Event.DROP):
-            return False
-        self._go_back()
-        return True
 
     def recover(self) -> None:
         """Forget the step and its error: the state was reset or loaded."""
         with self.lock:
-            self.error = self.announced = self._before = None
+            self.error = self.announced = None
             self.enter(Event.RESET)
 
     def close(self) -> None:
@@ -236,26 +200,6 @@ class Step:
         with self.lock:
             self.closed = True
             self.lock.notify_all()
-
-    # -- copies of the state ---------------------------------------------------------------------------------------
-
-    def capture(self) -> None:
-        """Copy the state from before the step, on a rank that has joined."""
-        self._before = self._state.copy()
-
-    def counted(self) -> State:
-        """The state with the step applied: a copy of it while that is undecided."""
-        if self.stage is not Stage.EXCHANGED:
-            return self._state
-        counted = self._state.copy()
-        for bucket, copy in zip(self._buckets, counted.buckets, strict=True):
-            bucket.commit(copy)
-        return counted
-
-    def _go_back(self) -> None:
-        if self._before is not None:
-            self._state.assign(self._before)
-            self._before = None
 
 
 def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> list[float]:
@@ -392,8 +336,6 @@ class Pipeline:
         """Run all buckets; returns False if the exchange was closed before that."""
         context = self._step.context
         assert context is not None, "a step has begun"
-        if context.options.joins:
-            self._step.capture()
         if context.coming_scale is not None and (refused := context.await_scale(context.coming_scale)) is not None:
             self._step.announce(refused)
         try:
@@ -521,7 +463,7 @@ class Exchange:
 
     Attributes:
         state: u, v and the step counter of this rank.
-        latest: the latest step: its stage, its error, and the way back.
+        latest: the latest step: its stage and its error.
         stats: bytes, densities and seconds.
         loss_scale: a float or a callable; asked once per step, with the first gradient. It may return a callable in its
             turn, which is asked on the communication thread: a scale that has to come from a device holds up no hook.
@@ -560,7 +502,7 @@ class Exchange:
             BucketExchange(bucket, *each, self.state, kernels, transport, op=config.op)
             for bucket, each in zip(layout.buckets, made, strict=True)
         ]
-        self.latest = Step(self.state, self._buckets)
+        self.latest = Step(self._buckets)
         clipping = Clipping(config, kernels, transport.size)
         nodes = None if transport.inside is None else NodeSums(config, kernels, transport)
         self._pipeline = Pipeline(self._buckets, clipping, kernels, self.latest, transport, nodes)
@@ -574,7 +516,7 @@ class Exchange:
         return self.latest.under_way
 
     def begin(self, options: StepOptions = AS_BUILT) -> StepContext:
-        """Open a step, before its first gradient; the one before it counts if that is undecided.
+        """Open a step, before its first gradient.
 
         Raises:
             DGCError: no step can begin; see :meth:`Step.require_usable`.
@@ -604,6 +546,7 @@ class Exchange:
             options=options,
             is_awaited=not options.holds,
             weight=self._weight() if self.joined else 1.0,
+            before=self.state.copy() if options.joins else None,
         )
         with self.latest.lock:
             self._pipeline.start(context)
@@ -687,11 +630,13 @@ class Exchange:
         return done
 
     def finish(self) -> bool:
-        """Wait until all buckets are through and write the results of dense tensors.
+        """Wait until all buckets are through, write the results of dense tensors, and commit the step.
+
+        What was sent leaves the residual. When every rank has joined, nobody had a gradient: the exchange is undone.
 
         Returns:
-            True when the step was refused because a rank met a non-finite value: nothing that was sent counts, the
-            flagged results are NaN, and the schedule has not advanced.
+            True when the step was refused because a rank met a non-finite value: the gradient stays in the residual,
+            the flagged results are NaN, and the schedule has not advanced.
 
         Raises:
             LayoutError: a gradient is missing. All ranks get it.
@@ -730,9 +675,9 @@ class Exchange:
             bucket.finish(refused=refused, left_alone=self.left_alone)
         self.state.step += not refused
         self.joined = context.joined
-        step.enter(Event.REFUSE if refused else Event.FINISH)
-        if not context.options.awaits_update:
-            step.applied()
+        if context.before is not None and len(self.joined) == self.transport.size:
+            self.state.assign(context.before)
+        step.enter(Event.REFUSE if refused else Event.COMMIT)
         context.stats.lap("apply", since)
         self.stats.record(context.stats, refused=refused)
         return refused
@@ -753,15 +698,7 @@ class Exchange:
         context.stats.count_collective(mine.size)
         return {int(i) for i in np.flatnonzero(rows.all(axis=0))}
 
-    # -- after the exchange: applied or dropped --------------------------------------------------------------------
-
-    def applied(self) -> None:
-        """The optimizer applies the latest step: it counts."""
-        self.latest.applied()
-
-    def drop(self) -> bool:
-        """See :meth:`Step.drop`."""
-        return self.latest.drop()
+    # -- results that were not written -------------------------------------------------------------------------------
 
     def deferred(self) -> list[EntrySum]:
         """The results of the latest step that were not written; only once."""
@@ -798,13 +735,13 @@ class Exchange:
             )
 
     def residual_norm(self) -> float:
-        """L2 norm of what this rank has not sent yet, an undecided step taken for an applied one."""
-        return self.latest.counted().residual_norm()
+        """L2 norm of what this rank has not sent yet."""
+        return self.state.residual_norm()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state as plain containers of NumPy arrays, as copies; an undecided step counts as applied."""
+        """This rank's state as plain containers of NumPy arrays, as copies."""
         self.require_whole("state_dict()")
-        return {**self.latest.counted().to_dict(), **self.transport.rank_info(), "op": self.config.op}
+        return {**self.state.to_dict(), **self.transport.rank_info(), "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.

@@ -14,6 +14,7 @@ import numpy as np
 from dgc.core.config import DGCConfig
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Bucket, Layout, Segment
+from dgc.core.state import State
 from dgc.errors import ConfigError, LayoutError
 
 
@@ -121,18 +122,15 @@ class StepOptions:
 
     Attributes:
         hyper: momentum, Nesterov and weight decay by parameter; None for those of the config.
-        awaits_update: whether the caller reports what becomes of the finished step: ``applied()`` or ``drop()``.
-            Otherwise it counts once it is finished, unless it was refused.
         holds: whether the last bucket waits until the caller waits for the results: an error that the caller meets
             before that is sent in the same step.
         defers: whether sums of entries may be left to the caller, who calls ``deferred()`` or ``write_deferred()``
             after ``finish()``.
-        joins: flags of :class:`~dgc.core.message.Flags` where this rank takes part without data: it submits zeros, and
-            can drop the step exactly.
+        joins: flags of :class:`~dgc.core.message.Flags` where this rank takes part without data: it submits zeros. A
+            step in which every rank does so is undone.
     """
 
     hyper: Hyper | None = None
-    awaits_update: bool = False
     holds: bool = False
     defers: bool = False
     joins: int = 0
@@ -229,6 +227,8 @@ class StepContext:
     """What gradients are multiplied by: P / T where averages are over T training ranks."""
     is_awaited: bool = False
     """Whether the caller waits for the results: it has nothing left to find wrong with the gradients."""
+    before: State | None = None
+    """A copy of the state, on a rank that takes part without data."""
     has_limits: bool = False
     """Whether a result is to be cast to a narrower type."""
     coming_scale: Callable[[], float] | None = None

@@ -381,24 +381,6 @@ def gradients_that_share_memory():
 
 
 @case
-def a_dropped_step():
-    """Exchanged, cleared and not applied: the gradient waits in the residual."""
-    for view in (False, True):
-        model, optimizer, state = hooked(make_model(), options=EXACT, gradient_as_bucket_view=view)
-
-        def run(model=model, optimizer=optimizer):
-            for step in range(10):
-                optimizer.zero_grad()
-                loss_of(model, step).backward()
-                if step != 4:
-                    optimizer.step()
-
-        assert warned(run, "not applied by step")
-        assert_identical(model)
-        state.compression.close()
-
-
-@case
 def what_is_not_cleared_is_refused():
     def accumulating(model, optimizer):
         loss_of(model, 0).backward()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import re
 import threading
-from pathlib import Path
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-from exchange_tools import REPORTED, SHAPES, first_gradients, make_exchange, parameters, run_step
+from exchange_tools import SHAPES, first_gradients, make_exchange, parameters, run_step
 from fake_device import fake_kernels, needs_compiler
 
-from dgc.core.exchange.exchange import IGNORED, TABLE, Event, Stage
-from dgc.core.exchange.records import StepOptions
+from dgc.core.exchange.exchange import TABLE, Event, Stage
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import DGCError, LayoutError, RemoteError, TransportError, WireError
@@ -137,7 +134,7 @@ def test_reset_after_a_commit_was_interrupted_starts_anew():
         for i in range(len(specs)):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.wait()
-        with patch.object(exchange._buckets[0], "commit", side_effect=KeyboardInterrupt):
+        with patch.object(exchange._buckets[0].encoder, "commit", side_effect=KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
                 exchange.finish()
         exchange.reset()
@@ -157,7 +154,7 @@ def stage_of(exchange):
 
 def submit(exchange, indices=None):
     if not exchange.in_step:
-        exchange.begin(REPORTED)
+        exchange.begin()
     grads = first_gradients(exchange.transport.rank)
     for i in range(len(SHAPES)) if indices is None else indices:
         exchange.submit(i, grads[i], np.empty_like(grads[i]))
@@ -193,10 +190,8 @@ def bring_to(exchange, stage):
     elif stage is Stage.THROUGH:
         submit(exchange)
         exchange.wait()
-    elif stage in (Stage.EXCHANGED, Stage.APPLIED, Stage.DROPPED):
-        run_step(exchange, first_gradients(0), options=StepOptions(awaits_update=stage is not Stage.APPLIED))
-        if stage is Stage.DROPPED:
-            exchange.drop()
+    elif stage is Stage.COMMITTED:
+        run_step(exchange, first_gradients(0))
     elif stage is Stage.REFUSED:
         grads = first_gradients(0)
         grads[0][0] = np.nan
@@ -228,15 +223,11 @@ def send_on(exchange, stage, event):
     elif event is Event.REFUSE:
         exchange._buckets[0].at.flagged = True
         assert exchange.finish()
-    elif event is Event.FINISH:
+    elif event is Event.COMMIT:
         assert not exchange.finish()
     elif event is Event.RAISE:
         with pytest.raises(TransportError, match="the network is gone"):
             exchange.finish()
-    elif event is Event.APPLY:
-        exchange.applied()
-    elif event is Event.DROP:
-        assert exchange.drop() == (stage is Stage.EXCHANGED)
     else:
         exchange.reset()
 
@@ -252,43 +243,18 @@ def test_row(stage, event):
     alone(row)
 
 
-@pytest.mark.filterwarnings("ignore:NaN, infinity")
-@pytest.mark.parametrize(("stage", "event"), sorted(IGNORED, key=str), ids=lambda each: each.name)
-def test_ignored_pair(stage, event):
-    def row(exchange):
-        bring_to(exchange, stage)
-        state = [(b.u.tobytes(), b.v.tobytes()) for b in exchange.state.buckets]
-        send_on(exchange, stage, event)
-        assert stage_of(exchange) is stage
-        assert stage is Stage.OPEN or state == [(b.u.tobytes(), b.v.tobytes()) for b in exchange.state.buckets]
-        exchange.reset()
-
-    alone(row)
-
-
 def test_every_other_pair_is_an_error_of_this_package():
     def row(exchange):
         for stage in Stage:
             for event in Event:
-                if (stage, event) not in TABLE and (stage, event) not in IGNORED:
+                if (stage, event) not in TABLE:
                     exchange.latest.stage = stage
                     with pytest.raises(RuntimeError, match=f"{event.name} came in the stage {stage.name}"):
                         exchange.latest.enter(event)
                     assert stage_of(exchange) is stage
         exchange.latest.stage = Stage.NONE
 
-    assert not IGNORED & TABLE.keys()
-    unasked = {(stage, event) for stage in set(Stage) - {Stage.EXCHANGED} for event in (Event.APPLY, Event.DROP)}
-    assert unasked <= IGNORED, "an update, or none, after a step that waits for no update changes nothing"
     alone(row)
-
-
-def test_the_table_is_documented():
-    text = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
-    table = text.split("| event | from | to |")[1].split("\n\n")[0]
-    rows = [row.strip("| ").split(" | ") for row in re.findall(r"^\| .*$", table, flags=re.MULTILINE)]
-    documented = {(Stage[s], event): Stage[to] for event, stages, to in rows for s in stages.split(", ")}
-    assert documented == {(stage, event.value): to for (stage, event), to in TABLE.items()}
 
 
 # -- what callers see in those stages ---------------------------------------------------------------------------------

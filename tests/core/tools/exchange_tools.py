@@ -11,14 +11,11 @@ from fake_device import device
 from dgc.core.compressors import make_config
 from dgc.core.config import Schedule, entries_to_send
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import AS_BUILT, Hyper, StepOptions
+from dgc.core.exchange.records import AS_BUILT, Hyper
 from dgc.core.kernels.reference import ReferenceKernels, top_k
 from dgc.core.layout import Parameter, make_layout, sent_dense
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
-
-REPORTED = StepOptions(awaits_update=True)
-"""Of a step that the caller applies or drops."""
 
 SHAPES = {
     "conv.weight": (8, 4, 3, 3),
