@@ -148,7 +148,10 @@ class DGCConfig:
         return self.algorithm == "dgc" and self.steps is None and self.sparsity[-1] > 1.0 - ADAPTIVE_FLOOR
 
     def own_share(self, ranks: int) -> float:
-        """What part of a reduced gradient is one rank's own: 1 of an average, 1 / P of a sum."""
+        """Return which part of a reduced gradient is one rank's own: 1 of an average, 1 / P of a sum.
+
+        The u of a sparsified tensor is this rank's own share of the momentum, also while the tensor is sent dense.
+        """
         return 1.0 / ranks if self.op == "sum" else 1.0
 
     def describe(self) -> dict[str, Any]:

@@ -63,9 +63,15 @@ class BucketState:
 class State:
     """All buckets' states and the step counter of one compressor on one rank."""
 
-    def __init__(self, layout: Layout, kernels: Kernels) -> None:
-        """Start from zeros at step 0."""
-        self._layout = layout
+    def __init__(self, layout: Layout, kernels: Kernels, own_share: float = 1.0) -> None:
+        """Start from zeros at step 0.
+
+        Args:
+            layout: the parameters.
+            kernels: where u and v are.
+            own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
+        """
+        self._layout, self._own_share = layout, own_share
         self._kernels = kernels
         self._memory = kernels.memory
         self.step = 0
@@ -106,16 +112,19 @@ class State:
         """Overwrite u of one parameter with (numel,) values."""
         self._memory.copy_in(self.momentum_buffer(parameter), values)
 
-    def absorb_momentum(self, parameter: int, values: Any, own_share: float) -> None:
-        """Make the momentum buffer of a dense run, (numel,), u; where entries are selected, this rank's share of it."""
-        share = own_share if self.residual(parameter).size else 1.0
+    def absorb_momentum(self, parameter: int, values: Any) -> None:
+        """Set u of one parameter to its share of the momentum buffer, (numel,), of a dense run."""
+        share = self._share_of(parameter)
         self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
 
-    def whole_momentum(self, parameter: int, own_share: float) -> np.ndarray:
-        """What :meth:`absorb_momentum` would make u of: a copy of u, (numel,), where it is a share a whole one."""
-        share = own_share if self.residual(parameter).size else 1.0
+    def whole_momentum(self, parameter: int) -> np.ndarray:
+        """Return a copy of u, (numel,), scaled from this rank's share to the whole momentum."""
+        share = self._share_of(parameter)
         u = self._memory.to_host(self.momentum_buffer(parameter))
         return u if share == 1.0 else u / u.dtype.type(share)
+
+    def _share_of(self, parameter: int) -> float:
+        return self._own_share if self._layout.is_sparsified(parameter) else 1.0
 
     def residual(self, parameter: int) -> Array:
         """View of v for one parameter: (numel,), or (0,) for a parameter that is sent dense."""

@@ -145,8 +145,7 @@ class Group:
 
     def absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
         """Take over a momentum buffer of a dense run, of the variable ``place`` of the group, in units of the rate."""
-        share = self.exchange.config.own_share(self.exchange.transport.size)
-        self.exchange.state.absorb_momentum(place, u, share)
+        self.exchange.state.absorb_momentum(place, u)
         self.rate = learning_rate
 
     def use(self, layout: Layout) -> None:

@@ -68,13 +68,11 @@ class Adoption:
         optimizer: torch.optim.Optimizer | None,
         config: DGCConfig,
         exchange: Exchange,
-        share: float,
     ) -> None:
         """Read what the optimizer's groups hold now; they are not changed.
 
         Options of ``config`` that are not None are used instead of adopting. The u of ``exchange`` takes over momentum;
-        a group of which it selects no entries keeps its beta1. ``share`` is what this rank's u holds of a momentum that
-        is the same on all ranks.
+        a group of which it selects no entries keeps its beta1.
 
         Raises:
             ConfigError: momentum or weight decay both given and in the optimizer, dampening, or ``maximize=True``.
@@ -82,7 +80,7 @@ class Adoption:
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._names = names
         self._config = config
-        self._exchange, self._share = exchange, share
+        self._exchange = exchange
         self._sparsified = {i for i in range(len(parameters)) if exchange.layout.is_sparsified(i)}
         self.hyper = Hyper.uniform(len(parameters), config)
         plain = not has_own_step(optimizer)
@@ -221,7 +219,7 @@ class Adoption:
         moves = any(bool(local(buffer).any()) for buffer in found.values())
         if moves or restored:
             for i, buffer in found.items():
-                self._exchange.state.absorb_momentum(i, as_array(local(buffer)), self._share)
+                self._exchange.state.absorb_momentum(i, as_array(local(buffer)))
         return moves
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
@@ -232,9 +230,7 @@ class Adoption:
                 state = optimizer.state.get(p, {})
                 if "exp_avg" in state:
                     saved[p] = moment = torch.empty_like(state["exp_avg"])
-                    values = self._exchange.state.whole_momentum(i, self._share) * (
-                        1.0 - self._beta1(group) ** _steps_of(state)
-                    )
+                    values = self._exchange.state.whole_momentum(i) * (1.0 - self._beta1(group) ** _steps_of(state))
                     local(moment).copy_(torch.from_numpy(values).view(local(moment).shape))
         return saved
 

@@ -88,8 +88,7 @@ class Engine(EngineBase):
                 config, lambda: tensors_for(self.parameters, host_only), lambda tensors: tensors.kernels
             )
             self._open_exchange()
-            share = config.own_share(self.between.size)
-            self.adoption = Adoption(self.parameters, self.names, optimizer, config, self.exchange, share)
+            self.adoption = Adoption(self.parameters, self.names, optimizer, config, self.exchange)
             return self.exchange.layout
 
         self._agree_on_options()

@@ -53,7 +53,7 @@ def test_adopted_momentum_is_each_ranks_share_where_entries_are_selected(op, sha
     def rank(transport):
         exchange = make_exchange(transport, op=op, momentum=0.9)
         for i, each in enumerate(exchange.layout.parameters):
-            exchange.state.absorb_momentum(i, np.ones(each.numel, np.float32), exchange.config.own_share(4))
+            exchange.state.absorb_momentum(i, np.ones(each.numel, np.float32))
         exchange.close()
         return exchange
 

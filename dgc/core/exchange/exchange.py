@@ -488,7 +488,7 @@ class Exchange:
         self.config = config
         self.transport = transport
         self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-        self.state = State(layout, kernels)
+        self.state = State(layout, kernels, config.own_share(transport.size))
         self.stats = Stats()
         self._hyper = Hyper.uniform(len(layout.parameters), config)
         scheduled = compressor_class(config.algorithm).scheduled
