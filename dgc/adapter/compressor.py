@@ -76,20 +76,17 @@ class CompressorBase(Generic[EngineT]):
         """What the core asks of the option ``loss_scale``; an adapter knows its framework's scalers."""
         return as_loss_scale(value)
 
-    def use_op(self, op: object) -> None:
-        """Take the reduce op of the wrapper that is about to bind this compressor."""
-        name = self.op_of(op)
+    def use_op(self, op: object) -> str:
+        """Take the reduce op of the wrapper that will bind this compressor, unless it is None; return the op's name."""
+        assert self._job is not None, "a wrapper binds it"
+        name = self.config.op if op is None else self._job.op_name(op)
         if self._op_was_given and name != self.config.op:
             raise ConfigError(
                 f"the compressor has op={self.config.op}, the optimizer op={name}; pass the same to both, or "
                 "leave it out of the compressor"
             )
         self.config = dataclasses.replace(self.config, op=name)
-
-    def op_of(self, op: object = None) -> str:
-        """The name of the wrapper's reduce op; the compressor's own where the wrapper was given none."""
-        assert self._job is not None, "a wrapper binds it"
-        return self.config.op if op is None else self._job.op_name(op)
+        return name
 
     # -- binding -------------------------------------------------------------------------------------------------
 

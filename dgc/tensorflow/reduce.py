@@ -25,7 +25,7 @@ from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption, Optimizer, without_loss_scale
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.horovod import HOROVOD, CommonNames, ProcessSet, ReduceOp, gather_slices, import_horovod, is_alone
+from dgc.tensorflow.horovod import HOROVOD, CommonNames, ProcessSet, gather_slices, import_horovod, is_alone
 from dgc.tensorflow.tensors import (
     ACCUMULATED,
     APPLY,
@@ -81,7 +81,7 @@ class ReduceOptions:
     """Options of a wrapper beside the optimizer and the compression.
 
     Attributes:
-        op: Horovod's Average or Sum; None for the compressor's own, or Average.
+        op: "average" or "sum", where there is no compressor, which knows its own.
         process_set: the ranks that exchange; None for the compressor's own, or all.
         sparse_as_dense: turn ``tf.IndexedSlices`` into tensors, which are compressed too.
         passes: ``backward_passes_per_step``: gradients of this many steps are added up before they are exchanged.
@@ -90,7 +90,7 @@ class ReduceOptions:
             done before the sum. Ours divides once, in float32.
     """
 
-    op: ReduceOp | None = None
+    op: str = "average"
     process_set: ProcessSet | None = None
     sparse_as_dense: bool = False
     passes: int = 1
@@ -124,11 +124,9 @@ class Reducer:
         if isinstance(compression, DGCCompressor):
             self.compression = compression
             compression.claim(user)
-            if options.op is not None:
-                compression.use_op(options.op)
             compression.process_set(options.process_set)
         else:
-            self._horovods, self._op = compression, HOROVOD.reduce_op(options.op)
+            self._horovods = compression
             self._names = CommonNames("dense")
 
     @tf.autograph.experimental.do_not_convert
@@ -231,7 +229,7 @@ class Reducer:
 
     def _allreduce(self, gradient: Any, name: str, members: ProcessSet) -> Gradient:
         hvd = import_horovod()
-        op, factor, scales = hvd.Average if self._op is None else self._op, self.options.predivide, {}
+        op, factor, scales = HOROVOD.reduce_op(self.options.op), self.options.predivide, {}
         if isinstance(gradient, tf.IndexedSlices):
             return gather_slices(gradient, name, members, is_sum=op == hvd.Sum)
         if factor != 1.0:
@@ -314,7 +312,7 @@ def _refuse_results(gradients: Sequence[Gradient], engine: Engine | None) -> Non
 
 # -- what a distributed optimizer holds --------------------------------------------------------------------------------
 
-_SAVED = ("sparse_as_dense", "passes", "average_passes", "predivide")
+_SAVED = ("op", "sparse_as_dense", "passes", "average_passes", "predivide")
 """Options that are saved with a model as they are."""
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
@@ -382,7 +380,7 @@ class Settings(Reducer):
     def to_config(self) -> dict[str, Any]:
         """Plain values that :meth:`from_config` understands."""
         config: dict[str, Any] = {name: getattr(self.options, name) for name in _SAVED}
-        config.update(op=None, options=None, lost=list(self.lost))
+        config.update(options=None, lost=list(self.lost))
         if self.process_set is not None:
             config["lost"].append("process_set")
         if self.compression is not None:
@@ -394,7 +392,6 @@ class Settings(Reducer):
             config["names"] = self.compression.variable_names()
             config["lost"] += [k for k, v in given.items() if not isinstance(v, _PLAIN) and k != "op"]
         else:
-            config["op"] = HOROVOD.op_name(self.options.op or "average")
             if self._horovods not in (None, import_horovod().Compression.none):
                 config["lost"].append("compression")
         return config
@@ -407,7 +404,7 @@ class Settings(Reducer):
         if options is not None:
             compression = DGCCompressor(options, config["algorithm"])
             compression._lacks_residuals, compression._names = config["lacks_residuals"], config["names"]
-        return cls(compression, ReduceOptions(config["op"], **{name: config[name] for name in _SAVED}), lost=lost)
+        return cls(compression, ReduceOptions(**{name: config[name] for name in _SAVED}), lost=lost)
 
 
 def make_settings(arguments: Mapping[str, Any]) -> Settings:
@@ -420,8 +417,8 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
     refuse_grouping(given("num_groups"), given("groups"))
     refuse_adasum(op, HOROVOD)
     check_passes(given("backward_passes_per_step"))
-    name_of_op = compression.op_of(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
-    check_predivide(given("gradient_predivide_factor"), name_of_op)
+    op = compression.use_op(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
+    check_predivide(given("gradient_predivide_factor"), op)
     options = ReduceOptions(
         op,
         given("process_set"),

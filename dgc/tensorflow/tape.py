@@ -46,9 +46,9 @@ def DistributedGradientTape(
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
         refuse_adasum(op, HOROVOD)
-        check_predivide(gradient_predivide_factor, compression.op_of(op))
+        check_predivide(gradient_predivide_factor, compression.use_op(op))
         _check_optimizer(compression, process_set)
-        options = ReduceOptions(op, process_set, sparse_as_dense)
+        options = ReduceOptions(process_set=process_set, sparse_as_dense=sparse_as_dense)
         reducer = Reducer(compression, options, user="a DistributedGradientTape")
 
         def reduce(gradients: list[Any], variables: list[Variable], _: bool) -> Sequence[Any]:

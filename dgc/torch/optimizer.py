@@ -181,9 +181,8 @@ def DistributedOptimizer(
             if isinstance(job, TorchHorovod):
                 HOROVOD.module()
                 refuse_adasum(op, HOROVOD)
-            op = compression.op_of(op)
+            op = compression.use_op(op)
             check_predivide(gradient_predivide_factor, op)
-            compression.use_op(op)
             members = compression.process_set(process_set)
         compression.bind(named, optimizer, members)
         vars(optimizer).update(attributes, compression=compression, op=op, process_set=members)
