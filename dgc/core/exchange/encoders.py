@@ -111,8 +111,7 @@ class DenseVector:
         first = self._bucket.sparse_size - self._first
         x = self.values[first : first + self._bucket.small_size]
         if state.residual_pending:
-            with np.errstate(over="ignore", invalid="ignore"):
-                x += state.error
+            x += state.error
         finite = is_finite(x)
         if plan.small and finite:
             plan.small.encode(x, coded, self._left)
@@ -525,10 +524,9 @@ class AlgorithmEncoder(Encoder):
         results = [item.result for item in at.step.submissions.of(self._bucket.sparse)]
         for result in results:
             result.fill(0)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for each in decoded:
-                for result, values in zip(results, each.values, strict=True):
-                    result += values * result.dtype.type(factor)
+        for each in decoded:
+            for result, values in zip(results, each.values, strict=True):
+                result += values * result.dtype.type(factor)
         at.flagged = not all(is_finite(result) for result in results)
 
     def finish(self, at: BucketStep, *, refused: bool) -> None:  # noqa: D102
@@ -547,8 +545,7 @@ class AlgorithmEncoder(Encoder):
             return self._kernels.accumulate(work, state.u, state.v)
         info.increment = np.zeros_like(state.v)
         nonfinite = self._kernels.accumulate(work, state.u, info.increment)
-        with np.errstate(over="ignore"):
-            state.v += info.increment
+        state.v += info.increment
         if is_finite(state.v):
             return nonfinite
         state.v[~np.isfinite(state.v)] = 0

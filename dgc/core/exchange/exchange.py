@@ -6,7 +6,6 @@ run in a fixed order, and :class:`Exchange` the caller's side.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
 import os
@@ -278,11 +277,13 @@ class Pipeline:
         self._kernels = kernels
         self._step = step
         self._prepared = self._clipped = self._summed = 0  # buckets before these are
+        self._postponed: Exception | None = None  # what a bucket met that was prepared before its turn
         self._thread: threading.Thread | None = None
 
     def start(self, context: StepContext) -> None:
         """Begin a step, whose gradients arrive from now on. The caller holds the lock."""
         self._prepared = self._clipped = self._summed = 0
+        self._postponed = None
         self._step.begin(context)
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="dgc-exchange", daemon=True)
@@ -319,7 +320,8 @@ class Pipeline:
                         step.broke(TransportError("this compressor was closed in the middle of a step"))
                     return
             try:
-                done = self._run_step()
+                with _quiet():
+                    done = self._run_step()
             except RemoteFailure as failure:
                 step.broke(failure.error)
             except StallError as error:
@@ -418,6 +420,8 @@ class Pipeline:
         """Clip a bucket and let others begin with it, unless that has been done; those before it are."""
         if index < self._prepared:
             return
+        if self._postponed is not None:
+            raise self._postponed
         bucket, whole = self._buckets[index], self._clipping.needs_all_gradients
         since = time.perf_counter()
         if index >= self._clipped:
@@ -440,10 +444,13 @@ class Pipeline:
         stop = index + 1
         while stop < len(self._buckets) and not context.submissions.missing[stop]:
             stop += 1
-        # What fails here fails again when it is that bucket's turn, and can be reported to the other ranks then.
-        with contextlib.suppress(Exception):
+        try:
             for following in range(index + 1, stop if self._kernels.on_device else min(stop, index + 2)):
                 self._prepare(context, following)
+        except Exception as error:
+            # Raised when it is that bucket's turn and the other ranks can be told. The bucket is not prepared again:
+            # that would add its gradients to u and v twice if they have changed.
+            self._postponed = error
 
 
 def _told(error: BaseException) -> DGCError:
@@ -453,6 +460,11 @@ def _told(error: BaseException) -> DGCError:
     wrapped = RemoteError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def _quiet() -> np.errstate:
+    """Let NumPy not warn of values that are not finite: the exchange looks for them, and refuses the step."""
+    return np.errstate(over="ignore", invalid="ignore")
 
 
 LossScale = float | Callable[[], float | Callable[[], float]]
@@ -488,6 +500,7 @@ class Exchange:
         self.config = config
         self.transport = transport
         self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+        self.kernels = kernels = kernels.for_exchange()
         self.state = State(layout, kernels, config.own_share(transport.size))
         self.stats = Stats()
         self._hyper = Hyper.uniform(len(layout.parameters), config)
@@ -496,7 +509,6 @@ class Exchange:
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}
         self.left_alone: set[int] = set()
-        self.kernels = kernels
         made = make_encoders(layout, config, kernels, transport)
         self._buckets = [
             BucketExchange(bucket, *each, self.state, kernels, transport, op=config.op)
@@ -662,17 +674,8 @@ class Exchange:
         if self.on_joined is not None and 0 < len(context.joined) < self.transport.size:
             self.on_joined(context)
         since = time.perf_counter()
-        flagged = [bucket for bucket in self._buckets if bucket.at.flagged]
-        if not flagged and context.has_limits:
-            flagged = [bucket for bucket in self._buckets if bucket.vector.overflows(context, bucket.at.state.u)]
-            for bucket in flagged:
-                bucket.at.flagged = True
-        refused = bool(flagged)
-        if flagged and not callable(self.loss_scale):
-            self._warn_of_refusal(flagged[0])
-        self.left_alone = self._absent_everywhere(context) if context.submissions.absent else set()
-        for bucket in self._buckets:
-            bucket.finish(refused=refused, left_alone=self.left_alone)
+        with _quiet():
+            refused = self._end_step(context)
         self.state.step += not refused
         self.joined = context.joined
         if context.before is not None and len(self.joined) == self.transport.size:
@@ -681,6 +684,20 @@ class Exchange:
         context.stats.lap("apply", since)
         self.stats.record(context.stats, refused=refused)
         return refused
+
+    def _end_step(self, context: StepContext) -> bool:
+        """Refuse or commit the step in each bucket; returns whether it is refused."""
+        flagged = [bucket for bucket in self._buckets if bucket.at.flagged]
+        if not flagged and context.has_limits:
+            flagged = [bucket for bucket in self._buckets if bucket.vector.overflows(context, bucket.at.state.u)]
+            for bucket in flagged:
+                bucket.at.flagged = True
+        if flagged and not callable(self.loss_scale):
+            self._warn_of_refusal(flagged[0])
+        self.left_alone = self._absent_everywhere(context) if context.submissions.absent else set()
+        for bucket in self._buckets:
+            bucket.finish(refused=bool(flagged), left_alone=self.left_alone)
+        return bool(flagged)
 
     def missing(self) -> list[int]:
         """Parameters whose gradients of the step under way were not given."""
@@ -798,4 +815,4 @@ class Exchange:
         if not (self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank)):
             self._warned = True
             names = [p.name for p in self.layout.parameters]
-            warnings.warn(bucket.refusal(own, names), RuntimeWarning, stacklevel=3)
+            warnings.warn(bucket.refusal(own, names), RuntimeWarning, stacklevel=4)

@@ -176,6 +176,10 @@ class Kernels(abc.ABC):
         """Whether anything is done between :meth:`begin_selection` and the call of what it returns."""
         return False
 
+    def for_exchange(self) -> Kernels:
+        """Return kernels that keep what they remember of one exchange's layout, and free it with that exchange."""
+        return self
+
     def adopt_thread(self) -> None:  # noqa: B027
         """Prepare the calling thread, once, for the operations of an exchange."""
 
@@ -205,7 +209,7 @@ class Kernels(abc.ABC):
 
         What comes back finishes it and returns what was selected: nothing where ``thresholds`` is None. It must be
         called once, whatever happens, before anything of the state is read; none of the arguments may be changed until
-        then.
+        then. If memory cannot be allocated, it raises before u and v have changed.
         """
 
     def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:

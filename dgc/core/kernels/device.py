@@ -7,6 +7,7 @@ thresholds were of no use, since then a whole segment is copied.
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -313,17 +314,25 @@ class DeviceKernels(Kernels):
         from dgc.core.kernels.threads import Team, default_threads
 
         self.device, self.name = device, device.name
-        self.memory = DeviceMemory(device, self.sums_of_squares)
         self._texts = {
             name: device.xp.ElementwiseKernel(
                 t.inputs, t.outputs, t.body, f"dgc_{name}", preamble=PREAMBLE, options=OPTIONS
             )
             for name, t in TEXTS.items()
         }
-        self._owners: dict[Any, tuple[Array, int]] = {}
-        self._expected: dict[int, int] = {}
         self._team, self._threads = Team(), default_threads()
         self._lock = threading.RLock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.memory = DeviceMemory(self.device, self.sums_of_squares)
+        self._owners: dict[Any, tuple[Array, int]] = {}  # by the tensors' places: see :meth:`_where`
+        self._expected: dict[int, int] = {}  # by the id of v: how many candidates are copied at once
+
+    def for_exchange(self) -> DeviceKernels:  # noqa: D102
+        kernels = copy.copy(self)
+        kernels._forget()
+        return kernels
 
     def adopt_thread(self) -> None:  # noqa: D102
         self.device.adopt_thread()
@@ -401,11 +410,12 @@ class DeviceKernels(Kernels):
             found = self.device.xp.zeros(head + entry.itemsize * room, np.uint8)
             table, stop = self._rows(work)
             table["limit"], table["most"] = (np.inf, 0) if choice is None else (choice.limits, choice.most)
+            expected = min(room, self._expected.get(id(v), room))
+            # All memory before the launch, which changes u and v: without memory a caller may begin once more.
+            host = self.device.host_array(head + entry.itemsize * expected, np.uint8)
             if stop:
                 where, _ = self._where(table, stop)
                 self._texts["sweep"](*where, u[:stop], v[:stop], found[:head].view(np.int32), found[head:])
-            expected = min(room, self._expected.get(id(v), room))
-            host = self.device.host_array(head + entry.itemsize * expected, np.uint8)
             self.device.fetch(found[: host.size], host)
             event = self.device.record()
 

@@ -196,6 +196,38 @@ def test_finite_gradients_that_overflow_are_refused_and_forgotten(kernels, op):
             assert was or all(np.isfinite(result).all() for result in results)
 
 
+@pytest.mark.parametrize("kernels", [ReferenceKernels, NumbaKernels])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsity": 0.9, "nesterov": True},
+        {"sparsity": 0.9, "small": "int8", "bucket_bytes": 2048, "local_grad_clip_norm": 1.0},
+        {"sparsity": 0.5, "op": "sum"},
+        {"rampup_begin_step": 9},
+        {"algorithm": "qsgd"},
+        {"algorithm": "onebit"},
+    ],
+    ids=str,
+)
+def test_numpy_warns_of_nothing_in_a_step_that_overflows(options, kernels):
+    specs = parameters()
+    options = {**({} if "algorithm" in options else {"momentum": 0.9, "weight_decay": 0.1}), **options}
+
+    def rank(transport):
+        exchange = make_exchange(transport, kernels=kernels(), loss_scale=lambda: 1e-3, **options)
+        values = [np.full(p.numel, 3e38, np.float32) for p in specs]
+        for step, spoilt in enumerate([1.0, np.inf if transport.rank else -np.inf, 3e38, 1.0, 1e-3]):
+            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            for g in grads:
+                g[:5] = spoilt
+            run_step(exchange, grads, values, limit=6e4)
+        exchange.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_refused_step_without_a_scaler_is_told_once_with_rank_parameter_and_step(scaled):
     specs = parameters()

@@ -1,11 +1,13 @@
 """The exchange on a fake device against the exchange on a CPU: bit for bit, in the device's own order of work."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from exchange_tools import gradient, make_exchange, parameters
-from fake_device import counts, fake_kernels, needs_compiler
+from exchange_tools import gradient, make_exchange, parameters, run_step
+from fake_device import FakeDevice, counts, fake_kernels, launched, needs_compiler
 
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.errors import DGCError
@@ -160,6 +162,33 @@ def test_a_step_takes_few_launches_and_copies():
     }
     assert found["wait"] == 2, "for the candidates, and for the dense tensors, which have come with them"
     assert found["to device"] <= 6
+
+
+def test_what_kernels_remember_of_a_layout_is_freed_with_its_exchange(monkeypatch):
+    """The kernels serve all compressors of a process."""
+    kernels, sent = fake_kernels(), []
+    send = FakeDevice.send
+
+    def noted(device, *arrays):
+        there = send(device, *arrays)
+        sent.extend(weakref.ref(array._memory) for array in there)
+        return there
+
+    monkeypatch.setattr(FakeDevice, "send", noted)
+
+    def one_rank(transport, shapes):
+        exchange = make_exchange(transport, shapes, kernels=kernels, sparsity=0.99, momentum=0.9)
+        for step in range(2):
+            run_step(exchange, [gradient(step, 0, i, p.numel) for i, p in enumerate(parameters(shapes))])
+        exchange.residual_norm()
+        exchange.close()
+
+    for n in (1000, 2000, 3000):
+        run_ranks(1, one_rank, {"a": (n, 3), "b": (n,)})
+    launched.clear()
+    gc.collect()
+    assert len(sent) > 9
+    assert [each() for each in sent if each() is not None] == []
 
 
 @pytest.mark.parametrize("streams", [1, 2])

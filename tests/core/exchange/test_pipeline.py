@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from exchange_tools import gradient, make_exchange, parameters, run_step, same_results
 from exchange_tools import train as train_small
+from fake_device import fake_kernels, host
 
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.encoders import TopKEncoder
@@ -138,6 +139,37 @@ def test_a_failure_with_a_bucket_begun_reaches_all_ranks_and_leaves_nothing_runn
 
     for again in run_ranks(2, one_rank):
         same_results(train(NumbaKernels(1), 3)[0][0], again)
+
+
+@pytest.mark.parametrize("make_kernels", [lambda: NumbaKernels(3), fake_kernels], ids=["threads", "device"])
+def test_a_bucket_that_failed_before_its_turn_takes_its_gradients_in_at_most_once(make_kernels):
+    def one_rank(transport):
+        exchange = make_exchange(transport, kernels=make_kernels(), **OPTIONS)
+        begin, calls = exchange.kernels.begin_selection, []
+
+        def fails_once(work, u, v, thresholds):
+            finish = begin(work, u, v, thresholds)
+            calls.append(finish)
+            if len(calls) == 2:
+                finish()
+                raise MemoryError("late")
+            return finish
+
+        exchange.kernels.begin_selection = fails_once
+        given = gradients(0, 0)
+        with exchange.latest.lock:  # the second bucket is begun before its turn
+            for i, g in enumerate(given):
+                exchange.submit(i, g, np.empty(g.size, np.float32))
+        with pytest.raises(DGCError, match="late"):
+            exchange.finish()
+        first, second = exchange.layout.buckets[:2]
+        assert len(calls) == 2
+        for segment in (*first.sparse, *second.sparse):
+            u = host(exchange.state.momentum_buffer(segment.parameter))
+            np.testing.assert_array_equal(u, given[segment.parameter])
+        exchange.close()
+
+    run_ranks(1, one_rank)
 
 
 @pytest.mark.parametrize("order", ["forward", "random"])

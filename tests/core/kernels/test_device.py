@@ -246,6 +246,23 @@ def test_a_bucket_takes_one_launch_and_one_wait(tensors):
     assert counts["to device"] <= 3  # and once the owners of the results' elements
 
 
+def test_a_selection_without_memory_leaves_u_and_v_as_they_were(monkeypatch):
+    """So that it can be begun once more."""
+
+    def none(*_):
+        raise MemoryError("no page-locked memory left")
+
+    bucket, gradient = bucket_of([20000]), np.ones(20000, np.float32)
+    with monkeypatch.context() as patched:
+        patched.setattr(bucket.kernels.device, "host_array", none)
+        with pytest.raises(MemoryError):
+            select(bucket, [gradient], None, dict(k=20, momentum=0.9))
+    bucket.assert_same_state()
+    _, theirs = select(bucket, [gradient], None, dict(k=20, momentum=0.9))
+    bucket.reference.accumulate(theirs, bucket.u, bucket.v)
+    bucket.assert_same_state()
+
+
 def test_halves_of_all_kinds():
     bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
     for array in (bits.view(np.float16), bits):
