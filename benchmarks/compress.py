@@ -24,7 +24,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from dgc.adapter.rehearsal import compiled
+from dgc.adapter.warm_up import compiled
 from dgc.core.codecs import SparseCodec
 from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.exchange.exchange import clip_factors

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from compress import MODELS, MOMENTUM, RESULTS
 
+from dgc.core.collectives import Transport
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.transport import Transport
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dgc 99.9 %": ("dgc", {"sparsity": 0.999, "momentum": MOMENTUM}),

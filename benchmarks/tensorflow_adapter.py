@@ -25,8 +25,8 @@ import numpy as np
 import tensorflow as tf
 from machine import processor
 
+from dgc.core.collectives import Transport
 from dgc.core.exchange.records import Hyper
-from dgc.core.transport import Transport
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dgc import __version__, build_horovod, doctor
 
 if TYPE_CHECKING:
-    from dgc.core.transport import Transport
+    from dgc.core.collectives import Transport
 
 _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 
@@ -55,7 +55,7 @@ def measure_job(arguments: argparse.Namespace) -> int:
 
 def compile_all(arguments: argparse.Namespace) -> int:
     """Compile all kernels, and say where they are kept."""
-    from dgc.adapter.rehearsal import compile_all
+    from dgc.adapter.warm_up import compile_all
 
     sys.stdout.write(f"the kernels for this processor are in {compile_all()}\n")
     return 0

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from dgc.adapter.agreement import agree_or_raise
+from dgc.core.collectives import Transport, gather_values
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import StepOptions
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.transport import Transport, gather_values
 from dgc.errors import ConfigError
-from dgc.transport.agreement import agree_or_raise
 
 LAUNCH = (
     "start one process for each rank: torchrun --nproc-per-node 2 -m dgc bench, or horovodrun -np 2 python -m dgc bench"

@@ -1,13 +1,16 @@
-"""Compressors of every framework: options, binding, the bound engine's state and statistics."""
+"""``Compression``, and the compressors that it makes: options, binding, the bound engine's state and statistics."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
+from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.engine import (
     CONNECTED,
     EMPTY,
@@ -21,17 +24,16 @@ from dgc.adapter.engine import (
     require_states,
     warn_of_dropped,
 )
-from dgc.adapter.job import Job, same_set, told
-from dgc.core.checks import as_loss_scale
-from dgc.core.compressors import make_config
+from dgc.adapter.job import Horovod, Job, ProcessSet, errors_on_all_ranks, same_set
+from dgc.adapter.signatures import Compressor, Constructors, Optimizer, Tensors, refused_uncalled
+from dgc.core.checks import as_loss_scale, brief, no_compressor, require_compressor
+from dgc.core.collectives import Transport
+from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
 from dgc.core.state import require_op
-from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.transport.agreement import agree_or_raise
-from dgc.transport.choice import ProcessSet
 
 ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
 """Options that concern one rank's surroundings, not the mathematics that all ranks must share."""
@@ -104,11 +106,11 @@ class CompressorBase(Generic[EngineT]):
         assert self._job is not None
         return self._job.of(self._adapter.get("process_set"), process_set)
 
-    def told(self, process_set: ProcessSet | None = None) -> contextlib.AbstractContextManager[None]:
-        """Inside, this rank prepares for ``bind``, in which the others may be: see :func:`dgc.adapter.job.told`."""
+    def errors_on_all_ranks(self, process_set: ProcessSet | None = None) -> contextlib.AbstractContextManager[None]:
+        """Raise an error of the ``with`` block on all ranks, which may wait in ``bind``."""
         assert self._job is not None
         own = self._adapter.get("process_set")
-        return told(self._job, own, process_set, transport=self._adapter.get("transport", "auto"))
+        return errors_on_all_ranks(self._job, own, process_set, transport=self._adapter.get("transport", "auto"))
 
     def _bind(
         self,
@@ -312,3 +314,152 @@ class CompressorBase(Generic[EngineT]):
         """End the communication threads."""
         if self.engine is not None:
             self.engine.close()
+
+
+class Uncompressed:
+    """Dense training: gradients are sent as they are ("none"), or as float16 ("fp16").
+
+    Horovod's compressor of this name, which is looked up where Horovod is used; without Horovod, what dgc's own
+    optimizer for ``torch.distributed`` does.
+    """
+
+    def __init__(self, name: Literal["none", "fp16"], horovod: Horovod) -> None:
+        """Need no Horovod yet."""
+        self.name = name
+        self._horovod = horovod
+
+    @property
+    def horovods(self) -> Any:
+        """Horovod's own."""
+        return getattr(self._horovod.module(initialized=False).Compression, self.name)
+
+    def compress(self, tensor: Any) -> Any:
+        """What Horovod's own returns: the tensor to send, and the context for :meth:`decompress`."""
+        return self.horovods.compress(tensor)
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """What Horovod's own returns: the tensor in its own type."""
+        return self.horovods.decompress(tensor, ctx)
+
+    def __repr__(self) -> str:
+        return f"Compression.{self.name}"
+
+
+def horovods(compression: Any) -> Any:
+    """What Horovod's own wrappers are given: its own compressor in place of ours of the same name, or None."""
+    return compression.horovods if isinstance(compression, Uncompressed) else compression
+
+
+class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
+    """What ``compression=`` takes: ``none`` and ``fp16``, as Horovod has them, and a constructor for each compressor.
+
+    Compressors that others have registered have one as well, with the arguments of ``dgc`` and options of their own.
+
+    Attributes:
+        none: gradients are sent as they are.
+        fp16: gradients are sent as float16.
+    """
+
+    def __init__(self, horovod: Horovod) -> None:
+        """Serve one framework."""
+        self._horovod = horovod
+        self.none, self.fp16 = Uncompressed("none", horovod), Uncompressed("fp16", horovod)
+
+    def _make(
+        self, algorithm: str, parameters: Tensors | None = None, optimizer: Optimizer | None = None, **options: Any
+    ) -> Compressor:
+        """Make a compressor from (algorithm, tensors, optimizer) and options."""
+        raise NotImplementedError
+
+    def _errors_on_all_ranks(
+        self, tensors: object, options: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Raise an error of the ``with`` block on all ranks; only here without ``tensors``: nobody waits then."""
+        if tensors is None:
+            return contextlib.nullcontext()
+        return errors_on_all_ranks(
+            self._horovod, options.get("process_set"), transport=options.get("transport", "auto")
+        )
+
+    def from_dict(self, options: Mapping[str, Any]) -> Compressor | Uncompressed:
+        """Make what a file of settings names: ``{"name": "dgc", "sparsity": 0.999}``.
+
+        Args:
+            options: the constructor under "name", and its options. Numbers, true, false and null may be texts, as YAML
+                reads ``1e-4``.
+
+        Raises:
+            TypeError: an unknown option; the message lists the valid ones.
+            ConfigError: no name, an unknown one, or an option out of range.
+        """
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f'options are {brief(options)}; give a mapping such as {{"name": "dgc", "sparsity": 0.999}}'
+            )
+        given = {key: value if key in ("include", "exclude") else read(value) for key, value in options.items()}
+        name = given.pop("name", "")
+        if name in ("none", "fp16"):
+            if given:
+                raise TypeError(f"Compression.{name} has no options, and got {', '.join(given)}")
+            uncompressed: Uncompressed = getattr(self, name)
+            return uncompressed
+        compressor_class(name)
+        made: Compressor = getattr(self, name)(**given)
+        return made
+
+    if not TYPE_CHECKING:  # a type checker knows the names that are not there
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            return constructor(name, self, self._make)
+
+    def __dir__(self) -> list[str]:
+        return ["none", "fp16", "from_dict", *compressor_names()]
+
+
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def read(value: Any) -> Any:
+    """A number, true, false or null that is given as a text, also inside a list; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [read(each) for each in value]
+    if not isinstance(value, str) or value.lower() in _WORDS:
+        return _WORDS[value.lower()] if isinstance(value, str) else value
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:
+    """What the attribute ``name`` of ``owner`` is for a registered compressor: ``make`` with it as first argument."""
+    try:
+        row = compressor_class(name)
+    except ConfigError:
+        known = ", ".join(("none", "fp16", *compressor_names()))
+        raise AttributeError(f"Compression has no {name!r}; it has {known}", name=name, obj=owner) from None
+
+    @functools.wraps(make)
+    def build(*args: Any, **options: Any) -> Any:
+        return make(name, *args, **options)
+
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = row.__doc__
+    # That of ``make`` without what the constructor's name says already.
+    shown = [p for p in inspect.signature(make).parameters.values() if p.name != "algorithm"]
+    vars(build)["__signature__"] = inspect.Signature(shown)
+    return refused_uncalled(build)
+
+
+def check_compression(compression: object, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
+    """Refuse what cannot be a compressor for this framework, and a compressor in the place of a text."""
+    for name, value in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(
+                f"{name} is {brief(value)}; it takes a text. Pass the compressor by its name: compression=..."
+            )
+    require_compressor(compression)
+    if isinstance(compression, type) and issubclass(compression, CompressorBase):
+        raise no_compressor(compression)
+    if isinstance(compression, CompressorBase) and not isinstance(compression, own):
+        raise ConfigError(f"the compressor is one of another framework; take it from {package}.Compression")

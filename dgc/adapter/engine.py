@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import abc
-import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
 import numpy as np
 
+from dgc.adapter.agreement import agree_or_raise
+from dgc.core.collectives import Transport
 from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Stats
 from dgc.core.layout import Layout
 from dgc.core.state import FORMAT, old_ranks_of, require_fit, require_place, require_sound, resized
-from dgc.core.transport import Transport
 from dgc.errors import DGCError, LayoutError, TransportError
-from dgc.transport.agreement import agree_or_raise
 from dgc.transport.hierarchical import between_nodes
 
 logger = logging.getLogger("dgc")
@@ -322,19 +320,6 @@ def warn_of_dropped(state: Any) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str], what: str) -> None:
-    """Warn of patterns that fit no name, once in a process: compressors are built again and again."""
-    nothing = [f"{option}={p!r}" for p in patterns if not any(fnmatchcase(name, p) for name in names)]
-    if nothing:
-        warn_once(f"no {what} fits {', '.join(nothing)}; names are {', '.join(names[:4])}, ...")
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Warn of something once in a process."""
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:

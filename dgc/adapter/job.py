@@ -14,15 +14,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from dgc.adapter.agreement import tell_error
+from dgc.adapter.transport_choice import CHOICES, choose_transport, tell_no_choice
 from dgc.core.checks import brief
-from dgc.core.transport import Collectives, Transport, as_transport
+from dgc.core.collectives import Collectives, Transport, as_transport
 from dgc.errors import ConfigError, TransportError
-from dgc.transport.agreement import tell_error
-from dgc.transport.choice import CHOICES, ProcessSet, choose_transport, tell_no_choice
 
 JOINED = (
     "a rank has joined (hvd.join) or skips steps while others still train; give every rank the same number of batches "
@@ -38,6 +38,22 @@ Own = TypeVar("Own", bound="Horovod")
 
 _instances = itertools.count()
 """Numbers what uses tensor names in this process, so that two of them never use the same one at the same time."""
+
+
+class ProcessSet(Protocol):
+    """The members of Horovod's process set that are used here; None where this process is not in the set."""
+
+    process_set_id: int | None
+    ranks: Any
+
+    def included(self) -> bool | None:
+        """Whether this process is in it."""
+
+    def rank(self) -> int:
+        """This process' place in it."""
+
+    def size(self) -> int:
+        """Number of ranks."""
 
 
 class Job(abc.ABC):
@@ -84,8 +100,7 @@ class Job(abc.ABC):
         """Make what carries messages among the ranks. Collective.
 
         Args:
-            choice: "auto", or a name from :data:`dgc.transport.choice.CHOICES`; or a transport, to be used as it is
-                (then on every rank).
+            choice: a name from :data:`dgc.adapter.transport_choice.CHOICES`; or a transport, on every rank.
         """
 
     @abc.abstractmethod
@@ -98,12 +113,11 @@ _SILENCE = 5.0
 
 
 @contextlib.contextmanager
-def told(job: Job, *sets: Any, transport: object = "auto") -> Iterator[None]:
-    """Inside, this rank prepares for :meth:`Job.make_transport` of ``transport``, in which the other ranks may be.
+def errors_on_all_ranks(job: Job, *sets: Any, transport: object = "auto") -> Iterator[None]:
+    """Raise an error of the ``with`` block on all ranks of the job, which may wait in :meth:`Job.make_transport`.
 
-    An error is raised on all of them; on this rank alone where the ranks cannot talk, as Horovod is not initialised.
-    ``sets`` are the arguments of :meth:`Job.of`. Where none of these is a process set, all ranks of ``job`` are told;
-    where two are, it is unknown which ranks wait, and none is told.
+    It is raised here only if the ranks cannot talk (Horovod is not initialised), and if ``sets``, the arguments of
+    :meth:`Job.of`, hold two different process sets: then nobody knows which ranks wait.
     """
     try:
         yield
@@ -258,7 +272,7 @@ class Horovod(Job):
             # Needs no Horovod, so that a test can bring ranks of its own.
             if isinstance(choice, Collectives):
                 return as_transport(choice)
-            with told(self):
+            with errors_on_all_ranks(self):
                 raise ConfigError(f"transport must be one of {', '.join(CHOICES)} or a Transport, got {choice!r}")
         self.require_member()
         return choose_transport(choice, self.module(), self.gather, self.own_transport)
@@ -278,6 +292,11 @@ class Horovod(Job):
         if op == hvd.Sum:
             return "sum"
         raise ConfigError(f"op is {op!r}; gradient compression supports hvd.Average and hvd.Sum (not Adasum)")
+
+    def refuse_adasum(self, op: object) -> None:
+        """Refuse the op that needs uncompressed gradients."""
+        if op is not None and not isinstance(op, str) and op == self.module(initialized=False).Adasum:
+            raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
 
     def reduce_op(self, op: object) -> object:
         """Horovod's constant for "average" or "sum"; anything but a text as it is."""

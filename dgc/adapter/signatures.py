@@ -16,8 +16,8 @@ from dgc.core.config import DEFAULT_BUCKET_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from dgc.core.transport import Transport
-    from dgc.transport.choice import ProcessSet
+    from dgc.adapter.job import ProcessSet
+    from dgc.core.collectives import Transport
 
 IndexCodec = Literal["elias_fano", "uint16"]
 """How the positions of sent entries are coded."""

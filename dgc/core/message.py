@@ -18,10 +18,10 @@ import numpy as np
 
 from dgc import errors
 from dgc.core.codecs import SPARSE_ID, IndexCodecId, SmallCodec, SparseCodec, ValueCodecId
+from dgc.core.collectives import Transport
 from dgc.core.config import entries_to_send
 from dgc.core.kernels.base import Memory
 from dgc.core.layout import Bucket
-from dgc.core.transport import Transport
 from dgc.errors import LayoutError, WireError
 
 MAGIC = b"DGCm"

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.compression import warn_of_first_moment
+from dgc.adapter.checks import warn_of_first_moment
 from dgc.core.compressors import leaves_zeros
 from dgc.core.config import DGCConfig, running_mean
 from dgc.core.exchange.records import Hyper

@@ -8,21 +8,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.compression import (
-    CompressionBase,
-    checked_tensors,
-    require_momentum_source,
-    warn_of_thin_updates,
-)
+from dgc.adapter.agreement import tell_error
+from dgc.adapter.checks import checked_tensors, require_momentum_source, warn_of_thin_updates
+from dgc.adapter.compressor import CompressionBase
 from dgc.core.checks import as_loss_scale, brief
+from dgc.core.collectives import Transport
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.transport import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, family, is_adaptive, without_loss_scale
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import HOROVOD, HorovodCompressor, ProcessSet, is_alone
 from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
-from dgc.transport.agreement import tell_error
 
 _LEFT = (
     "the optimizer has {0}: its momentum stays in it, so that what it does with gradients comes before momentum as in "
@@ -153,7 +149,7 @@ class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCo
         **options: Any,
     ) -> DGCCompressor:
         given = None
-        with self._told(parameters, options):
+        with self._errors_on_all_ranks(parameters, options):
             if parameters is not None:
                 advice = "model.trainable_variables of a built model"
                 given = checked_tensors(parameters, algorithm, "variables", advice)

@@ -15,15 +15,17 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.engine import EngineBase, warn_of_unmatched
-from dgc.adapter.rehearsal import compiled
+from dgc.adapter.agreement import require_agreement, require_replicas, tell_error
+from dgc.adapter.checks import warn_of_unmatched
+from dgc.adapter.engine import EngineBase
+from dgc.adapter.warm_up import compiled
+from dgc.core.collectives import Transport
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import Hyper, StepOptions
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Layout, make_layout
 from dgc.core.message import Flags
-from dgc.core.transport import Transport
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.tensors import (
@@ -40,7 +42,6 @@ from dgc.tensorflow.tensors import (
     unique_names,
     warn_of_copies,
 )
-from dgc.transport.agreement import require_agreement, require_replicas, tell_error
 
 ENDED = Flags.BY_TRAINING
 """With ``JOINED``: a callback has ended the sender's ``fit()``. (PyTorch's meaning of the flag has no use here.)"""

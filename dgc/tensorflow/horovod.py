@@ -19,14 +19,14 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.job import Horovod, check_placeholder
+from dgc.adapter.job import SHUT_DOWN, Horovod, check_placeholder
 from dgc.core.checks import no_compressor
-from dgc.core.transport import Transport
+from dgc.core.collectives import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.tensorflow.adoption import KERAS3, Adoption, family
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.tensors import Step, Variable, cross, raw_variable, still_there
-from dgc.transport.choice import HorovodTransportBase
+from dgc.transport.library import LibraryTransport
 
 if TYPE_CHECKING:
     from horovod.tensorflow import ProcessSet as ProcessSet
@@ -78,12 +78,14 @@ import_horovod = HOROVOD.module
 is_alone = HOROVOD.is_alone
 
 
-class HorovodTransport(HorovodTransportBase):
+class HorovodTransport(LibraryTransport):
     """Collectives of ``horovod.tensorflow``, called as single eager operations.
 
     An eager operation runs on the thread that calls it, so it does not need a free thread of TensorFlow's pool, all of
     which may be waiting for this very exchange. One call takes about 3 ms, most of it Horovod's cycle time.
     """
+
+    name, shut_down = "horovod", SHUT_DOWN
 
     def __init__(self, job: TensorFlowHorovod = HOROVOD) -> None:
         """Agree on names. Collective over the job's ranks."""

@@ -13,14 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.compression import (
-    check_compression,
-    check_passes,
-    check_predivide,
-    horovods,
-    refuse_adasum,
-    refuse_grouping,
-)
+from dgc.adapter.checks import check_passes, check_predivide, refuse_grouping
+from dgc.adapter.compressor import check_compression, horovods
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption, Optimizer, without_loss_scale
 from dgc.tensorflow.compressor import DGCCompressor
@@ -415,7 +409,7 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
     texts = {name: given(name) for name in ("name", "device_dense", "device_sparse")}
     check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
     refuse_grouping(given("num_groups"), given("groups"))
-    refuse_adasum(op, HOROVOD)
+    HOROVOD.refuse_adasum(op)
     check_passes(given("backward_passes_per_step"))
     op = compression.use_op(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
     check_predivide(given("gradient_predivide_factor"), op)

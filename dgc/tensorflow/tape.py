@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.compression import check_compression, check_predivide, horovods, refuse_adasum, refuse_grouping
+from dgc.adapter.checks import check_predivide, refuse_grouping
+from dgc.adapter.compressor import check_compression, horovods
 from dgc.adapter.signatures import Compressing
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
@@ -45,7 +46,7 @@ def DistributedGradientTape(
     check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
-        refuse_adasum(op, HOROVOD)
+        HOROVOD.refuse_adasum(op)
         check_predivide(gradient_predivide_factor, compression.use_op(op))
         _check_optimizer(compression, process_set)
         options = ReduceOptions(process_set=process_set, sparse_as_dense=sparse_as_dense)

@@ -19,11 +19,11 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
-from dgc.adapter.engine import warn_once
+from dgc.adapter.agreement import gather_if_different, sample_places
+from dgc.adapter.checks import warn_once
+from dgc.core.collectives import Transport
 from dgc.core.layout import Parameter
-from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
-from dgc.transport.agreement import gather_if_different, sample_places
 
 Variable: TypeAlias = tf.Variable
 """A variable of TensorFlow, or one of Keras 3 around it."""

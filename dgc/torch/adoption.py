@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dgc.adapter.compression import warn_of_first_moment
+from dgc.adapter.checks import warn_of_first_moment
 from dgc.core.config import DGCConfig, is_settled, running_mean
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.records import Hyper

@@ -26,14 +26,14 @@ import torch.distributed as dist
 from torch.serialization import MAP_LOCATION
 from torch.utils._pytree import tree_map_only
 
+from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.engine import INACTIVE
+from dgc.core.collectives import Transport, gather_values
 from dgc.core.state import old_ranks_of, require_sound, write_whole
-from dgc.core.transport import Transport, gather_values
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import job_of
 from dgc.torch.tensors import is_sharded
-from dgc.transport.agreement import agree_or_raise
 from dgc.transport.local import local_world
 
 MAIN_FILE = "checkpoint.pt"

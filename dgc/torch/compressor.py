@@ -12,17 +12,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from dgc.adapter.compression import (
-    CompressionBase,
-    checked_tensors,
-    require_momentum_source,
-    warn_of_thin_updates,
-)
-from dgc.adapter.engine import warn_of_unmatched
+from dgc.adapter.checks import checked_tensors, require_momentum_source, warn_of_thin_updates, warn_of_unmatched
+from dgc.adapter.compressor import CompressionBase
 from dgc.adapter.job import Job
 from dgc.core.checks import as_loss_scale, brief
+from dgc.core.collectives import Transport
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.adoption import is_adaptive, updating_class
 from dgc.torch.distributed import UNNAMED, require_own_shards
@@ -77,7 +72,7 @@ class DGCCompressor(HorovodCompressor):
             ConfigError: bound before, elastic Horovod, or a part of what is needed is missing.
             LayoutError: ranks disagree about the parameters.
         """
-        with self.told(process_set):
+        with self.errors_on_all_ranks(process_set):
             if self.is_bound:
                 raise ConfigError(
                     "this compressor is already bound to a model; residuals cannot be shared: build one compressor for "
@@ -156,7 +151,7 @@ class TorchCompression(CompressionBase[NamedParameters, torch.optim.Optimizer, D
         optimizer: torch.optim.Optimizer | None = None,
         **options: Any,
     ) -> DGCCompressor:
-        with self._told(parameters, options):
+        with self._errors_on_all_ranks(parameters, options):
             if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
                 raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
             named = None if parameters is None else _checked_names(parameters, algorithm)

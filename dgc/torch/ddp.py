@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.adapter.compression import check_compression
-from dgc.adapter.job import told
+from dgc.adapter.compressor import check_compression
+from dgc.adapter.job import errors_on_all_ranks
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.state import write_whole
 from dgc.errors import ConfigError, LayoutError
@@ -93,7 +93,7 @@ class CompressionState(Joinable):
         """
         super().__init__()
         # Without an optimizer it binds nothing, so that the other ranks do not wait for this one.
-        with contextlib.nullcontext() if optimizer is None else told(DistributedJob(process_group)):
+        with contextlib.nullcontext() if optimizer is None else errors_on_all_ranks(DistributedJob(process_group)):
             check_compression(compression, DGCCompressor, "dgc.torch")
             if not isinstance(compression, DGCCompressor):
                 raise ConfigError(f"compression is {compression!r}; take a compressor from dgc.torch.Compression")
@@ -116,7 +116,7 @@ class CompressionState(Joinable):
             LayoutError: ranks disagree about the parameters.
         """
         self.compression.use_job(DistributedJob(self._group))
-        with self.compression.told():
+        with self.compression.errors_on_all_ranks():
             while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
                 optimizer = inner
             if not isinstance(optimizer, torch.optim.Optimizer):

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dgc.adapter.compression import Uncompressed
+from dgc.adapter.agreement import require_agreement
+from dgc.adapter.compressor import Uncompressed
 from dgc.core.checks import brief
 from dgc.core.config import DEFAULT_BUCKET_BYTES
 from dgc.errors import ConfigError, LayoutError, TransportError
@@ -27,7 +28,6 @@ from dgc.torch.passes import Exchanged, Passes
 from dgc.torch.step import closure_of, only_makes_state, refuse_strangers, steps_by_scaler, with_closure
 from dgc.torch.tensors import local, scattered_values
 from dgc.torch.untraced import untraced, weakly
-from dgc.transport.agreement import require_agreement
 
 
 def dense_type(compression: object) -> str:

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.adapter.job import Job, told
-from dgc.core.transport import Collectives, Transport, as_transport, gather_values
+from dgc.adapter.agreement import tell_error
+from dgc.adapter.job import Job, errors_on_all_ranks
+from dgc.adapter.transport_choice import require_no_choice
+from dgc.core.collectives import Collectives, Transport, as_transport, gather_values
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.tensors import is_sharded, local
-from dgc.transport.agreement import tell_error
-from dgc.transport.choice import HorovodTransportBase, require_no_choice
+from dgc.transport.library import LibraryTransport
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -94,7 +95,7 @@ class DistributedJob(Job):
         if isinstance(choice, Collectives):
             return as_transport(choice)
         if choice not in ("auto", DistributedTransport.name):
-            with told(self):
+            with errors_on_all_ranks(self):
                 raise ConfigError(f"transport={choice!r} needs Horovod; under torch.distributed leave it out")
         try:
             return DistributedTransport(self._group)
@@ -202,8 +203,11 @@ def require_dense(job: TorchHorovod) -> None:
         require_no_choice(job.module().rank(), job.gather)
 
 
-class DistributedTransport(HorovodTransportBase):
-    """Collectives of a Gloo group of its own, so that DDP, FSDP and the script share no group with the exchange."""
+class DistributedTransport(LibraryTransport):
+    """Collectives of a Gloo group of its own, so that DDP, FSDP and the script share no group with the exchange.
+
+    Lies here and not in :mod:`dgc.transport`, which knows no framework.
+    """
 
     name = "torch.distributed"
     shut_down = "torch.distributed is shut down: stop exchanging before destroy_process_group()"

@@ -14,21 +14,21 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from dgc.adapter.agreement import require_replicas
 from dgc.adapter.engine import EngineBase
-from dgc.adapter.rehearsal import compiled
+from dgc.adapter.warm_up import compiled
+from dgc.core.collectives import Transport, gather_values
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.records import StepContext, StepOptions
 from dgc.core.layout import Layout, make_layout
-from dgc.core.transport import Transport, gather_values
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.saved_state import Change
 from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.step import Results, StepWatch, learning_rates_of, refusal_of_results
 from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, tensors_for
-from dgc.transport.agreement import require_replicas
 
 Named = Sequence[tuple[str, torch.Tensor]]
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from dgc.adapter.job import JOINED, SHUT_DOWN, Horovod
+from dgc.core.collectives import Transport
 from dgc.core.exchange.records import Stats
-from dgc.core.transport import Transport
 from dgc.errors import ConfigError, StallError, TransportError
-from dgc.transport.choice import HorovodTransportBase
+from dgc.transport.library import LibraryTransport
 from dgc.transport.mpi import LIMIT_VARIABLE, longest_wait
 
 _PIECE = 2**30
@@ -161,7 +161,7 @@ class Placeholders:
         self._free.append(placeholder if value == 1.0 else placeholder.fill_(1.0))
 
 
-class HorovodTransport(HorovodTransportBase):
+class HorovodTransport(LibraryTransport):
     """Collectives of ``horovod.torch`` on CPU tensors that share memory with the caller's arrays.
 
     Tensor names are explicit, equal on all ranks and repeat from step to step, so that Horovod's response cache knows
@@ -171,6 +171,8 @@ class HorovodTransport(HorovodTransportBase):
     Horovod may fuse a large sum with other tensors that are sent at the same time, so its last bits can differ between
     two runs, though never between ranks.
     """
+
+    name, shut_down = "horovod", SHUT_DOWN
 
     def __init__(self, job: TorchHorovod = HOROVOD) -> None:
         """Agree on names. Collective over the job's ranks."""

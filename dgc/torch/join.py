@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dgc.adapter.agreement import gather_if_different
 from dgc.core.message import Flags
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
@@ -21,7 +22,6 @@ from dgc.torch.distributed import DistributedJob, TorchJob
 from dgc.torch.engine import Engine, option_values, set_option_values
 from dgc.torch.tensors import is_sharded
 from dgc.torch.zero import ZeroRedundancyOptimizer
-from dgc.transport.agreement import gather_if_different
 
 _DIVISORS = {"all": Flags.JOINED, "training": Flags.JOINED | Flags.BY_TRAINING}
 

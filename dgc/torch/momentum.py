@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgc.adapter.job import told
+from dgc.adapter.agreement import agree_or_raise
+from dgc.adapter.job import errors_on_all_ranks
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
@@ -29,13 +30,12 @@ from dgc.adapter.paddle import (
     require_parameters,
     warn_of_one_process,
 )
-from dgc.core.transport import Transport
+from dgc.core.collectives import Transport
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import job_of
 from dgc.torch.optimizer import DistributedOptimizer
 from dgc.torch.tensors import describe
-from dgc.transport.agreement import agree_or_raise
 
 _COMPARED = ("lr", "momentum", "nesterov", "weight_decay", "l1")
 """Options of a group that all ranks must have alike."""
@@ -122,7 +122,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         arguments = dict(locals())
         if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
             raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
-        with told(job_of(), process_set, transport=transport):
+        with errors_on_all_ranks(job_of(), process_set, transport=transport):
             require_parameters(params)
             job = job_of().of(process_set)
         job.require_ready()

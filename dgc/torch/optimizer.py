@@ -14,15 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast, overload
 
 import torch
 
-from dgc.adapter.compression import (
-    check_compression,
-    check_passes,
-    check_predivide,
-    horovods,
-    refuse_adasum,
-    refuse_grouping,
-)
-from dgc.adapter.job import told
+from dgc.adapter.checks import check_passes, check_predivide, refuse_grouping
+from dgc.adapter.compressor import check_compression, horovods
+from dgc.adapter.job import errors_on_all_ranks
 from dgc.adapter.signatures import Compressing
 from dgc.errors import DGCError, LayoutError
 from dgc.torch.compressor import Compression, DGCCompressor, check_optimizer, named_pairs
@@ -148,7 +142,7 @@ def DistributedOptimizer(
         return named_pairs(optimizer, named_parameters)
 
     if not isinstance(compression, DGCCompressor) and isinstance(job, TorchHorovod):
-        with told(job, process_set):
+        with errors_on_all_ranks(job, process_set):
             named = checked_names()
             hvd, theirs = HOROVOD.module(), job.of(process_set)
             op = hvd.Average if op is None else HOROVOD.reduce_op(op)
@@ -175,12 +169,12 @@ def DistributedOptimizer(
     if isinstance(compression, DGCCompressor):
         if isinstance(job, DistributedJob):
             compression.use_job(job)
-        with compression.told(process_set):
+        with compression.errors_on_all_ranks(process_set):
             named = checked_names()
             refuse_grouping(num_groups, groups)
             if isinstance(job, TorchHorovod):
                 HOROVOD.module()
-                refuse_adasum(op, HOROVOD)
+                HOROVOD.refuse_adasum(op)
             op = compression.use_op(op)
             check_predivide(gradient_predivide_factor, op)
             members = compression.process_set(process_set)
@@ -192,7 +186,7 @@ def DistributedOptimizer(
         return cast("HorovodOptimizer", optimizer)
     assert isinstance(job, DistributedJob)
     exchanges = job.included and job.size > 1
-    with told(job, process_set):
+    with errors_on_all_ranks(job, process_set):
         named = checked_names()
         refuse_grouping(num_groups, groups)
         kind, op = dense_type(compression), job.of(process_set).op_name("average" if op is None else op)

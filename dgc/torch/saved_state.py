@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dgc.core.transport import Transport
+from dgc.core.collectives import Transport
 from dgc.torch.adoption import Adoption, is_empty
 from dgc.torch.horovod import broadcasting, is_running
 from dgc.torch.tensors import is_sharded, samples

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from dgc.adapter.engine import warn_once
+from dgc.adapter.agreement import sample_places
+from dgc.adapter.checks import warn_once
 from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.layout import FLOAT_TYPES, Parameter
 from dgc.errors import ConfigError, LayoutError
-from dgc.transport.agreement import sample_places
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

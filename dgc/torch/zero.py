@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from dgc.adapter.job import told
+from dgc.adapter.agreement import agree_or_raise
+from dgc.adapter.job import errors_on_all_ranks
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.checkpoint import gather_bytes
 from dgc.torch.distributed import TorchJob, job_of
 from dgc.torch.momentum import DGCMomentum
 from dgc.torch.untraced import untraced
-from dgc.transport.agreement import agree_or_raise
 
 Group = dict[str, Any]
 
@@ -127,7 +127,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         if optimizer_class is None and isinstance(params, _OwnedGroups):  # Horovod derives a class, and builds it anew
             self._take_over(params)
             return
-        with told(job_of()):
+        with errors_on_all_ranks(job_of()):
             self._job = _job_among(group, process_group, process_set)
         self._job.require_ready()
         self._transport = self._job.make_transport()

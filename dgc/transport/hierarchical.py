@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dgc.core.transport import Divisible, Transport, check_allgather, check_allreduce, gather_rows
+from dgc.core.collectives import Divisible, Transport, check_allgather, check_allreduce, gather_rows
 from dgc.errors import ConfigError, TransportError
 
 logger = logging.getLogger("dgc")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.transport import Divisible, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.core.collectives import Divisible, check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.errors import TransportError
 
 DEFAULT_TIMEOUT = 300.0

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dgc.core.transport import (
+from dgc.core.collectives import (
     SMALL_BYTES,
     Divisible,
     check_allgather,
@@ -90,6 +90,22 @@ def import_mpi() -> Any:
             'Install mpi4py (pip install mpi4py) for the MPI that Horovod was built with, or use transport="horovod".'
         ) from error
     return MPI
+
+
+def import_running_mpi() -> Any:
+    """Import ``mpi4py.MPI`` without letting it start an MPI of its own, since Horovod's is running already."""
+    if "mpi4py.MPI" in sys.modules:
+        return import_mpi()
+    try:
+        import mpi4py
+    except ImportError:
+        return import_mpi()
+    before = mpi4py.rc.initialize
+    mpi4py.rc.initialize = False
+    try:
+        return import_mpi()
+    finally:
+        mpi4py.rc.initialize = before
 
 
 def why_unusable(

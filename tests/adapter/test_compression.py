@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import FakeHorovod
 
-from dgc.adapter import compression as shared
+from dgc.adapter import compressor as shared
 from dgc.adapter.compressor import CompressorBase
 from dgc.errors import ConfigError
 

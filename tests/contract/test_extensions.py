@@ -10,9 +10,9 @@ from codec_tools import read_back
 from exchange_tools import first_gradients, gradient, make_exchange, run_step, same_results, train
 
 from dgc.core.codecs import VALUE_CODECS, ValueCodec, padded, register_codec
+from dgc.core.collectives import Collectives, Transport, as_transport
 from dgc.core.kernels.base import Selection
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.transport import Collectives, Transport, as_transport
 from dgc.errors import TransportError, WireError
 from dgc.transport.local import run_ranks
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dgc.core.transport import BYTE_LIMIT, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.core.collectives import BYTE_LIMIT, check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.errors import TransportError
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dgc.core.transport import Transport, as_transport
+from dgc.core.collectives import Transport, as_transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.hierarchical import HierarchicalTransport, between_nodes
 from dgc.transport.local import LocalTransport, run_ranks

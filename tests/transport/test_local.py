@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from dgc.core.transport import Transport
+from dgc.core.collectives import Transport
 from dgc.errors import ConfigError, TransportError
 from dgc.transport.local import local_world, run_ranks
 

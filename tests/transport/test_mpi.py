@@ -50,7 +50,7 @@ def test_importing_the_transports_starts_no_mpi():
     source = """
 import subprocess
 import sys
-import dgc.transport.agreement, dgc.transport.local, dgc.transport.mpi
+import dgc.adapter.agreement, dgc.transport.local, dgc.transport.mpi
 print([name for name in ("mpi4py", "horovod", "torch", "tensorflow", "cupy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=600)

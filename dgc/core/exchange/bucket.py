@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from dgc.core.collectives import Transport
 from dgc.core.exchange.encoders import BucketStep, DenseVector, Encoder
 from dgc.core.exchange.records import EntrySum, StepContext
 from dgc.core.kernels.base import Array, Kernels
 from dgc.core.layout import Bucket, Segment
 from dgc.core.message import Incoming, Mode, Sender
 from dgc.core.state import BucketState, State
-from dgc.core.transport import Transport
 from dgc.errors import DGCError
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dgc.core.codecs import padded
+from dgc.core.collectives import Transport
 from dgc.core.compressors import OWN_NUMBERS, compressor_class
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.config import DGCConfig
@@ -25,7 +26,6 @@ from dgc.core.kernels.device import DeviceKernels
 from dgc.core.layout import SMALL, Bucket, Layout, Segment
 from dgc.core.message import BucketPlan, Incoming, Mode, Sender, make_plan, plan_for
 from dgc.core.state import BucketState
-from dgc.core.transport import Transport
 from dgc.errors import ConfigError, LayoutError, WireError
 
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from dgc.core.collectives import Transport, gather_rows
 from dgc.core.compressors import compressor_class
 from dgc.core.config import DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange
@@ -37,7 +38,6 @@ from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
 from dgc.core.message import Flags, RemoteFailure
 from dgc.core.state import State, require_place
-from dgc.core.transport import Transport, gather_rows
 from dgc.errors import DGCError, LayoutError, RemoteError, StallError, TransportError
 
 _forks = 0

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from dgc.core.collectives import Transport, gather_rows, gather_values
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.records import StepContext
 from dgc.core.layout import Bucket
 from dgc.core.message import ERROR_CLASSES, error_code
-from dgc.core.transport import Transport, gather_rows, gather_values
 from dgc.errors import DGCError
 
 Announced = tuple[DGCError, int | None]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.agreement import agree_or_raise, require_agreement, tell_error
 from dgc.adapter.engine import INACTIVE
 from dgc.core.state import load_state, old_ranks_of, require_sound, save_state
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce import distributed_in
-from dgc.transport.agreement import agree_or_raise, require_agreement, tell_error
 
 ITERATIONS = "optimizer_iterations"
 

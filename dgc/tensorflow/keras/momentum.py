@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.engine import is_empty
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
@@ -27,7 +28,7 @@ from dgc.adapter.paddle import (
     warn_of_one_process,
 )
 from dgc.core.checks import plain
-from dgc.core.transport import Transport
+from dgc.core.collectives import Transport
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
@@ -35,7 +36,6 @@ from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce import ReduceOptions, Settings
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
-from dgc.transport.agreement import agree_or_raise
 
 _PLACE = ("iterations", "learning_rate")
 """What a state holds beside the compressor's."""

@@ -11,10 +11,10 @@ from transport.workers.transport_contract import Carrier
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
-from dgc.core.transport import SMALL_BYTES
+from dgc.adapter.agreement import require_agreement
+from dgc.core.collectives import SMALL_BYTES
 from dgc.torch.horovod import HOROVOD, HorovodTransport
-from dgc.transport.agreement import require_agreement
-from dgc.transport.choice import GATHER_BYTES
+from dgc.transport.library import GATHER_BYTES
 from dgc.transport.local import local_world
 from dgc.transport.mpi import MPITransport
 
@@ -143,7 +143,7 @@ def after_shutdown_everything_is_an_error():
     compression = dgc.Compression.dgc(transport="horovod")
     optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     hvd.shutdown()
-    assert "Horovod is shut down" in raised_by(transport.allreduce, np.zeros(3, np.float32))
+    assert "Horovod was shut down" in raised_by(transport.allreduce, np.zeros(3, np.float32))
     error = raised_by(model(torch.ones(2, 64)).sum().backward)
     assert error.startswith("TransportError: ")
     assert "Horovod was shut down: train before hvd.shutdown()" in error

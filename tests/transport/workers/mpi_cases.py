@@ -6,9 +6,9 @@ from mpi4py import MPI
 from transport.workers.transport_contract import Carrier
 from worker_tools import SkipCase, case, launch_rank, launch_size, run_cases
 
-from dgc.core.transport import SMALL_BYTES
+from dgc.adapter.agreement import agree_or_raise, require_agreement
+from dgc.core.collectives import SMALL_BYTES
 from dgc.errors import ConfigError, RemoteError, TransportError
-from dgc.transport.agreement import agree_or_raise, require_agreement
 from dgc.transport.mpi import CHUNK_BYTES, MPITransport, why_unusable
 
 FRESH = "finalizes MPI in the end"

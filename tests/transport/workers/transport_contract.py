@@ -13,7 +13,7 @@ import pytest
 from worker_tools import case as register
 from worker_tools import launch_rank, launch_size
 
-from dgc.core.transport import REDUCTIONS, Transport
+from dgc.core.collectives import REDUCTIONS, Transport
 from dgc.errors import TransportError
 
 RANK, SIZE = launch_rank(), launch_size()

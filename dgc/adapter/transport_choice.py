@@ -1,45 +1,23 @@
-"""Which transport a Horovod job uses, and what the transports of Horovod's own collectives share in all frameworks.
-
-P = number of ranks, m = message bytes, n = elements.
-"""
+"""Which transport a Horovod job uses: the ranks tell each other what they asked for and what they can use."""
 
 from __future__ import annotations
 
-import abc
-import functools
-import sys
-import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from dgc.core.transport import SMALL_BYTES, Transport, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.adapter.agreement import error_of, report
+from dgc.adapter.checks import warn_once
+from dgc.core.collectives import Transport
 from dgc.errors import ConfigError, TransportError
-from dgc.transport.agreement import error_of, report
-from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
+from dgc.transport.mpi import MPITransport, import_running_mpi, why_unusable
 
 CHOICES = ("auto", "mpi", "horovod")
 
 _QUESTION = "transport.choice"
 
 
-class ProcessSet(Protocol):
-    """Horovod's, as far as it is used here; its numbers are None for this process where it is not one of the set."""
-
-    process_set_id: int | None
-    ranks: Any
-
-    def included(self) -> bool | None: ...  # noqa: D102
-
-    def rank(self) -> int: ...  # noqa: D102
-
-    def size(self) -> int: ...  # noqa: D102
-
-
-Gather = Callable[[Any, str], list[Any]]
-"""Asks all ranks for a small value: (value, question) -> list in rank order."""
+Gather = Callable[[Any, str], list[Any]]  # asks all ranks for a small value: (value, question) -> list in rank order
 
 
 def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod: Callable[[], Transport]) -> Transport:
@@ -68,7 +46,7 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
         raise TransportError(f'transport="mpi" cannot be used. {refusal}. transport="auto" or "horovod" works here.')
     # Under Gloo Horovod is simply the right transport; under MPI somebody loses speed without knowing.
     if hvd.mpi_enabled() and answers[0]["rank"] == hvd.rank():
-        _warn_once(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {refusal}")
+        warn_once(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {refusal}")
     return make_horovod()
 
 
@@ -128,7 +106,7 @@ def _why_not_mpi(hvd: ModuleType) -> str | None:
             "or use an MPI library built with thread support"
         )
     try:
-        mpi = _import_running_mpi()
+        mpi = import_running_mpi()
     except TransportError as error:
         return str(error)
     if not mpi.Is_initialized():
@@ -137,101 +115,3 @@ def _why_not_mpi(hvd: ModuleType) -> str | None:
             "(pip install --no-binary mpi4py mpi4py)"
         )
     return why_unusable(mpi, mpi.COMM_WORLD, hvd.rank(), hvd.size())
-
-
-def _import_running_mpi() -> Any:
-    """Import ``mpi4py.MPI`` without letting it start an MPI of its own, since Horovod's is running already."""
-    if "mpi4py.MPI" in sys.modules:
-        return import_mpi()
-    try:
-        import mpi4py
-    except ImportError:
-        return import_mpi()
-    before = mpi4py.rc.initialize
-    mpi4py.rc.initialize = False
-    try:
-        return import_mpi()
-    finally:
-        mpi4py.rc.initialize = before
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-# -- Horovod's own collectives -----------------------------------------------------------------------------------
-
-GATHER_BYTES = 4 * 1024 * 1024
-"""A maximum of a large array gathers pieces of about this total."""
-
-
-class HorovodTransportBase(Transport):
-    """Collectives of Horovod, to be called by one thread at a time, any thread, in the same order on every rank.
-
-    An ``allreduce`` gives the same bits on every rank. Small arrays, and every "max", are gathered and folded in rank
-    order. Large sums are Horovod's own: Gloo's and NCCL's rings compute each sum on one rank and copy it to the others;
-    MPI's algorithms do that too, or let two ranks add the same two numbers, and a+b has the bits of b+a.
-    """
-
-    name = "horovod"
-    shut_down = "Horovod is shut down: stop exchanging before hvd.shutdown()"
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self._closed = False
-
-    @abc.abstractmethod
-    def _gather(self, message: np.ndarray) -> np.ndarray:
-        """Join the members' uint8 messages in rank order, as a uint8 array."""
-
-    @abc.abstractmethod
-    def _sum(self, array: np.ndarray) -> None:
-        """Sum ``array`` over all members, in place."""
-
-    @abc.abstractmethod
-    def _is_running(self) -> bool:
-        """Whether the library is initialised."""
-
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
-        self._require_open()
-        check_allgather(message, out, self.size)
-        if message.size == 0:
-            return
-        gathered = self._gather(message)
-        if gathered.size != out.size:
-            raise TransportError(
-                f"the ranks gathered messages of different sizes: {gathered.size} bytes in all, expected {out.size}"
-            )
-        np.copyto(out, gathered.reshape(out.shape))
-
-    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:  # noqa: D102
-        self._require_open()
-        check_allreduce(array, op)
-        if self.size == 1 or array.size == 0:
-            return
-        if array.nbytes * self.size <= SMALL_BYTES:
-            self._gather_and_fold(array, op)
-        elif op == "max":
-            # Horovod's Max drops or keeps a NaN depending on the order in which ranks are compared.
-            step = max(1, GATHER_BYTES // (array.itemsize * self.size))
-            for start in range(0, array.size, step):
-                self._gather_and_fold(array[start : start + step], op)
-        else:
-            self._sum(array)
-
-    def close(self) -> None:
-        """Refuse further collectives. Horovod itself goes on."""
-        self._closed = True
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"this {self.name} transport is closed")
-        if not self._is_running():
-            raise TransportError(self.shut_down)
-
-    def _gather_and_fold(self, array: np.ndarray, op: str) -> None:
-        parts = np.empty((self.size, array.nbytes), np.uint8)
-        self.allgather(array.view(np.uint8), parts)
-        reduce_in_rank_order(parts.view(array.dtype), op, array)

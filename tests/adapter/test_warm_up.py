@@ -8,7 +8,7 @@ import pytest
 from kernel_tools import run_script
 from numba.core.dispatcher import Dispatcher
 
-from dgc.adapter.rehearsal import compiled
+from dgc.adapter.warm_up import compiled
 from dgc.core import loops
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
@@ -66,7 +66,7 @@ def test_rehearsals_leave_a_used_compressor_alone():
 
 
 DENSE_FIRST = """
-    from dgc.adapter.rehearsal import compiled
+    from dgc.adapter.warm_up import compiled
     from dgc.core import loops
     from dgc.core.compressors import make_config
     from dgc.core.kernels import choose_kernels
@@ -82,7 +82,7 @@ def test_a_ramp_up_that_begins_with_everything_is_rehearsed_with_entries():
 
 
 SOMEBODYS = """
-    from dgc.adapter.rehearsal import compiled
+    from dgc.adapter.warm_up import compiled
     from dgc.core.compressors import make_config, register
     from dgc.core.compressors.quantizers import Onebit
     from dgc.core.kernels import choose_kernels, cpu
@@ -104,7 +104,7 @@ def test_what_a_compressor_of_somebody_else_shares_with_ours_is_compiled_without
 COUNTING = """
     from numba.core import event
     from numba.core.dispatcher import Dispatcher
-    from dgc.adapter.rehearsal import compiled
+    from dgc.adapter.warm_up import compiled
     from dgc.core import loops
     from dgc.core.compressors import make_config
     from dgc.core.kernels import choose_kernels

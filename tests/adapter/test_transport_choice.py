@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from dgc.adapter import transport_choice as module
+from dgc.adapter.transport_choice import choose_transport, require_no_choice, tell_no_choice
 from dgc.errors import ConfigError, TransportError
-from dgc.transport import choice as module
-from dgc.transport.choice import choose_transport, require_no_choice, tell_no_choice
 
 
 def horovod(**facts):
@@ -19,10 +19,10 @@ def mpi(monkeypatch):
     """An MPI that works, with what its transport was made with."""
     made = []
     running = SimpleNamespace(Is_initialized=lambda: True, COMM_WORLD="world")
-    monkeypatch.setattr(module, "_import_running_mpi", lambda: running)
+    monkeypatch.setattr(module, "import_running_mpi", lambda: running)
     monkeypatch.setattr(module, "why_unusable", lambda *arguments: None)
     monkeypatch.setattr(module, "MPITransport", lambda **options: made.append(options) or "mpi")
-    module._warn_once.cache_clear()
+    module.warn_once.cache_clear()
     return SimpleNamespace(made=made, running=running)
 
 
@@ -96,7 +96,7 @@ def test_mpi_by_name_is_an_error_where_one_rank_cannot(mpi):
 
 
 def test_horovod_by_name_does_not_even_look_for_mpi(monkeypatch, recwarn):
-    monkeypatch.setattr(module, "_import_running_mpi", lambda: pytest.fail("looked for MPI"))
+    monkeypatch.setattr(module, "import_running_mpi", lambda: pytest.fail("looked for MPI"))
     assert chosen("horovod", others=[(1, "horovod", None)]) == "horovod"
     assert not recwarn.list
 
@@ -110,7 +110,7 @@ def test_horovod_by_name_does_not_even_look_for_mpi(monkeypatch, recwarn):
     ],
 )
 def test_mpi_is_not_imported_where_horovod_does_not_run_on_it(facts, reason, monkeypatch):
-    monkeypatch.setattr(module, "_import_running_mpi", lambda: pytest.fail("imported MPI"))
+    monkeypatch.setattr(module, "import_running_mpi", lambda: pytest.fail("imported MPI"))
     with pytest.raises(TransportError, match=reason):
         chosen("mpi", horovod(**facts))
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from dgc import errors
-from dgc.core.transport import LENGTH_BYTES, Transport, gather_rows, gather_texts
+from dgc.core.collectives import LENGTH_BYTES, Transport, gather_rows, gather_texts
 from dgc.errors import ConfigError, DGCError, RemoteError, TransportError
 
 ERROR_KEY = "__error__"

@@ -9,13 +9,13 @@ from typing import TypeVar
 import numpy as np
 
 from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc.core.collectives import Transport
 from dgc.core.compressors import OWN_NUMBERS, compressor_class, compressor_names, make_config
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.base import Kernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.transport import Transport
 from dgc.transport.local import run_ranks
 
 Chosen = TypeVar("Chosen")

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from dgc.adapter.agreement import agree_or_raise, require_agreement, require_replicas, sample_places
 from dgc.errors import ConfigError, LayoutError, RemoteError, TransportError
-from dgc.transport.agreement import agree_or_raise, require_agreement, require_replicas, sample_places
 from dgc.transport.local import local_world, run_ranks
 
 

@@ -1,17 +1,19 @@
-"""What Horovod's transports share, over collectives of threads in Horovod's place."""
+"""What the transports over a library's collectives share, over threads in the library's place."""
 
 import numpy as np
 import pytest
 
 from dgc.errors import TransportError
-from dgc.transport import choice as horovod
-from dgc.transport.choice import HorovodTransportBase
+from dgc.transport import library
+from dgc.transport.library import LibraryTransport
 from dgc.transport.local import run_ranks
 
 RANKS = 3
 
 
-class OverThreads(HorovodTransportBase):
+class OverThreads(LibraryTransport):
+    name, shut_down = "threads", "the threads are shut down"
+
     def __init__(self, transport):
         super().__init__(transport.rank, transport.size)
         self.local, self.running, self.gathered, self.sums = transport, True, [], []
@@ -41,7 +43,7 @@ def numbers(rank, n, dtype="float32"):
 @pytest.mark.parametrize(("beyond", "dtype"), [(0, "float32"), (1, "float32"), (0, "float64"), (1, "float64")])
 def test_small_sums_are_folded_in_rank_order_and_larger_ones_are_horovods(beyond, dtype, monkeypatch):
     n = 100 + beyond
-    monkeypatch.setattr(horovod, "SMALL_BYTES", RANKS * 100 * np.dtype(dtype).itemsize)
+    monkeypatch.setattr(library, "SMALL_BYTES", RANKS * 100 * np.dtype(dtype).itemsize)
 
     def act(transport):
         array = numbers(transport.rank, n, dtype)
@@ -55,8 +57,8 @@ def test_small_sums_are_folded_in_rank_order_and_larger_ones_are_horovods(beyond
 
 
 def test_a_large_maximum_is_gathered_in_pieces_and_keeps_a_nan(monkeypatch):
-    monkeypatch.setattr(horovod, "SMALL_BYTES", 0)
-    monkeypatch.setattr(horovod, "GATHER_BYTES", 4 * RANKS * 10)
+    monkeypatch.setattr(library, "SMALL_BYTES", 0)
+    monkeypatch.setattr(library, "GATHER_BYTES", 4 * RANKS * 10)
 
     def act(transport):
         array = numbers(transport.rank, 25)

@@ -1,0 +1,100 @@
+"""What the wrappers and constructors of all frameworks refuse, and what they warn of.
+
+Checks of single values are in :mod:`dgc.core.checks`, those of states in :mod:`dgc.core.state`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dgc.core.checks import brief, plain, require_integer, require_number
+from dgc.core.config import DGCConfig
+from dgc.errors import ConfigError
+
+
+def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> list[Any]:
+    """The list of what a compressor is given to compress; the others are words of the errors."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(
+            f"the {name} are {brief(value)}; pass {advice}, and options by their names: "
+            f"Compression.{algorithm}(sparsity=0.999)"
+        )
+    tensors = list(value)
+    if not tensors:
+        raise ConfigError(
+            f"Compression.{algorithm} has nothing to compress: pass {advice} (a generator can be used once only)"
+        )
+    return tensors
+
+
+def require_momentum_source(optimizer: object, config: DGCConfig, given: str) -> None:
+    """Refuse tensors, which the argument ``given`` holds, without the optimizer that the compressor would adopt of."""
+    if optimizer is None and config.momentum is None:
+        raise ConfigError(
+            f"Compression.{config.algorithm}({given}) also needs optimizer=, to take its momentum over; pass it, or "
+            "momentum=0 for plain error feedback"
+        )
+
+
+def refuse_grouping(num_groups: object, groups: object) -> None:
+    """``groups`` is Horovod's way to send several gradients together; the core has its own."""
+    if num_groups or groups is not None:
+        raise ConfigError(
+            "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
+            "(bucket_bytes= of the compressor sets their size)"
+        )
+
+
+def check_passes(passes: object) -> None:
+    """Look at ``backward_passes_per_step``."""
+    require_integer("backward_passes_per_step", plain(passes), 1)
+
+
+def check_predivide(factor: object, op_name: str) -> None:
+    """Look at ``gradient_predivide_factor``; with a compressor it has no effect, which divides once, in float32."""
+    require_number("gradient_predivide_factor", factor, low=0.0, low_open=True)
+    if factor != 1.0 and op_name == "sum":
+        raise ConfigError("gradient_predivide_factor needs op=hvd.Average: a sum is not divided; leave it out")
+
+
+def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
+    """Say that an adaptive optimizer learns less from so few entries; call it on one rank."""
+    if config.is_thin:
+        warnings.warn(
+            f"{optimizer} divides by a mean of squares, which few entries distort: where "
+            f"{1 - config.sparsity[-1]:.2%} of them are sent it learns far less than in dense training. Give "
+            "Compression.dgc(steps=N), N being the optimizer's steps in the whole training, which chooses a density "
+            "for it",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:
+    """Say that gradients are smoothed twice, where they are: no error, since somebody may want that."""
+    if not momentum or not isinstance(beta1, (int, float)) or not beta1 > 0:
+        return
+    warnings.warn(
+        f"the compressor has momentum={momentum}, and {optimizer} smooths what comes out of it once more, by "
+        f"beta1={beta1}: leave momentum out of the compressor, which then takes the first moment over; or give it "
+        "momentum=0 for plain error feedback",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str], what: str) -> None:
+    """Warn of patterns that fit no name, once in a process: compressors are built again and again."""
+    nothing = [f"{option}={p!r}" for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if nothing:
+        warn_once(f"no {what} fits {', '.join(nothing)}; names are {', '.join(names[:4])}, ...")
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Warn of something once in a process."""
+    warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,94 @@
+"""What the transports over a library's collectives share: Horovod's, and those of ``torch.distributed``.
+
+Such a transport needs the framework's tensors, so it lies in the framework's adapter, and adds three methods to this.
+P = number of ranks, m = message bytes, n = elements.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from dgc.core.collectives import SMALL_BYTES, Transport, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.errors import TransportError
+
+GATHER_BYTES = 4 * 1024 * 1024  # a maximum of a large array gathers pieces of about this total
+
+
+class LibraryTransport(Transport):
+    """Collectives of a library, to be called by one thread at a time, in the same order on every rank.
+
+    An ``allreduce`` gives the same bits on every rank. Small arrays, and every "max", are gathered and folded in rank
+    order. Large sums are the library's own: the rings of Gloo and NCCL compute each sum on one rank and copy it to the
+    others; MPI's algorithms do that too, or let two ranks add the same two numbers, and a+b has the bits of b+a.
+
+    Attributes:
+        shut_down: what an error says when the library is no longer initialised.
+    """
+
+    shut_down: ClassVar[str]
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._closed = False
+
+    @abc.abstractmethod
+    def _gather(self, message: np.ndarray) -> np.ndarray:
+        """Join the members' uint8 messages in rank order, as a uint8 array."""
+
+    @abc.abstractmethod
+    def _sum(self, array: np.ndarray) -> None:
+        """Sum ``array`` over all members, in place."""
+
+    @abc.abstractmethod
+    def _is_running(self) -> bool:
+        """Whether the library is initialised."""
+
+    @override
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
+        self._require_open()
+        check_allgather(message, out, self.size)
+        if message.size == 0:
+            return
+        gathered = self._gather(message)
+        if gathered.size != out.size:
+            raise TransportError(
+                f"the ranks gathered messages of different sizes: {gathered.size} bytes in all, expected {out.size}"
+            )
+        np.copyto(out, gathered.reshape(out.shape))
+
+    @override
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
+        self._require_open()
+        check_allreduce(array, op)
+        if self.size == 1 or array.size == 0:
+            return
+        if array.nbytes * self.size <= SMALL_BYTES:
+            self._gather_and_fold(array, op)
+        elif op == "max":
+            # A maximum of MPI or Gloo drops or keeps a NaN depending on the order in which ranks are compared.
+            step = max(1, GATHER_BYTES // (array.itemsize * self.size))
+            for start in range(0, array.size, step):
+                self._gather_and_fold(array[start : start + step], op)
+        else:
+            self._sum(array)
+
+    @override
+    def close(self) -> None:
+        """Refuse further collectives. The library itself goes on."""
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"this {self.name} transport is closed")
+        if not self._is_running():
+            raise TransportError(self.shut_down)
+
+    def _gather_and_fold(self, array: np.ndarray, op: str) -> None:
+        parts = np.empty((self.size, array.nbytes), np.uint8)
+        self.allgather(array.view(np.uint8), parts)
+        reduce_in_rank_order(parts.view(array.dtype), op, array)
