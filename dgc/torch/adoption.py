@@ -91,7 +91,7 @@ class Adoption:
         own = ("betas",) if self._averages else ("momentum", "nesterov") if self.active else ()
         decay = ("weight_decay",) if adopts_decay and config.weight_decay is None else ()
         self.options: tuple[str, ...] = (*own, *decay)
-        self._adopted: set[int] = set()
+        self._adopted: set[int] = set()  # parameters of which an option is taken, or will be
         self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: what was in it, what of it is ours
         self._seen: list[float] = []  # of the groups' options, when they were read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
@@ -178,18 +178,17 @@ class Adoption:
                 if not (group[option][0] if option == "betas" else group.get(option)):
                     group[option] = value
 
-    def refuse_second(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse momentum or decay of another optimizer than the one it was taken from: it would be applied twice."""
+    def refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer whose gradients hold momentum or decay of the one that was bound, or will hold them."""
         hyper = self.hyper
-        took = {i for i in self._adopted if hyper.momentum[i] or hyper.weight_decay[i]}
-        for group, ours in self._groups(optimizer):
-            for option in self.options:
-                value = group.get(option)
-                value = value[0] if option == "betas" and value else value
-                if value and any(i in took for _, i in ours):
+        for _, ours in self._groups(optimizer):
+            for _, i in ours:
+                if i in self._adopted and (self._averages or hyper.momentum[i] or hyper.weight_decay[i]):
                     raise ConfigError(
-                        f"{option} would be applied twice: the compressor has that of the optimizer which was bound, "
-                        f"and another one steps with {option}={group[option]}; bind the optimizer that steps the model"
+                        f"the compressor applies {', '.join(self.options)} of the optimizer that was bound, and "
+                        f"another one ({type(optimizer).__name__}) steps these parameters: to change the optimizer, "
+                        "wrap the module in a new DistributedDataParallel and register a new compressor with it, or "
+                        "leave them in whichever optimizer steps: momentum=0 and weight_decay=0 in the compressor"
                     )
 
     # -- the optimizer's state -----------------------------------------------------------------------------------
@@ -272,7 +271,10 @@ class Adoption:
 
     def _has_moment(self, ours: Members) -> bool:
         """Whether the compressor has the first moment of a group now: of all its parameters, or of none."""
-        return self._steps is not None and any(i in self._sparsified for _, i in ours)
+        return self._steps is not None and self._will_have_moment(ours)
+
+    def _will_have_moment(self, ours: Members) -> bool:
+        return self._exchange.selects_from is not None and any(i in self._sparsified for _, i in ours)
 
     def _without_first(self, betas: tuple[Any, ...]) -> tuple[Any, ...]:
         """Adam's betas as it sees them: 0 in the place of beta1, and after a while with ``steps=`` a longer memory."""
@@ -287,9 +289,12 @@ class Adoption:
         shards = is_sharded(optimizer)
         nesterov = bool(self._config.nesterov) or issubclass(updating_class(optimizer), torch.optim.NAdam)
         for group, ours in groups:
-            beta1 = self._beta1(group) if self._has_moment(ours) else 0.0
+            own = self._beta1(group)
+            beta1 = own if self._has_moment(ours) else 0.0
             if beta1 and self._settled.get(id(group)) == beta1:
                 continue  # the number of a step may be on a GPU
+            if own and self._will_have_moment(ours):
+                self._adopted.update(i for _, i in ours)
             settled = True
             for p, i in ours:
                 hyper.momentum[i], hyper.gain[i], hyper.nesterov[i] = 0.0, 1.0, nesterov
@@ -299,7 +304,6 @@ class Adoption:
                     t = 1 + (self._steps if shards else _steps_of(optimizer.state.get(p, {})))
                     hyper.momentum[i], hyper.gain[i] = running_mean(beta1, t)
                     settled &= is_settled(beta1, t)
-                    self._adopted.add(i)
             self._settled[id(group)] = beta1 if settled else 0.0
 
     def _read_group(self, group: dict[str, Any], ours: Members, sgd: bool) -> None:

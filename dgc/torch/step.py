@@ -291,8 +291,8 @@ class StepWatch:
         engine = self.engine
         if not self.owns(optimizer):
             if self._concerns(optimizer):
-                if self.alone:
-                    engine.adoption.refuse_second(optimizer)
+                if self.alone and not engine.adoption.hides:  # or the owner's own step calls that of another one
+                    engine.adoption.refuse_another(optimizer)
                 engine.results.applied()
             return closure
         self._broadcasts = self.saved.pending.broadcast and not self.begun and broadcasting()

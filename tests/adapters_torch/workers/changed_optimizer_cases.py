@@ -1,0 +1,99 @@
+"""Another optimizer than the one that was bound to DDP's hook steps the model, under torchrun."""
+
+from __future__ import annotations
+
+import torch
+from adapters_torch.torchrun_tools import EXACT, assert_close, digest, loss_of, make_model, on_every_rank
+from torch.nn.parallel import DistributedDataParallel
+from worker_tools import case, close_later, run_cases
+
+import dgc.torch as dgc
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "SGD decay": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.01),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "AdamW without beta1": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.0, 0.99)),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
+}
+HALF = {"sparsity": 0.5, "min_numel": 64}
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def hooked(first, **options):
+    """A DDP model after two steps with the optimizer that was bound."""
+    model = DistributedDataParallel(make_model())
+    optimizer = OPTIMIZERS[first](model.parameters())
+    dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(**options)))
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+@case
+def whose_momentum_decay_or_first_moment_the_compressor_has_cannot_be_replaced():
+    """Not even before the selection, from which on the compressor has the first moment."""
+    begins_later = {**HALF, "rampup_begin_step": 9}
+    for first, options in (
+        ("SGD momentum", HALF),
+        ("SGD momentum", EXACT),
+        ("SGD decay", EXACT),
+        ("AdamW", HALF),
+        ("AdamW", begins_later),
+    ):
+        for second in OPTIMIZERS:
+            model, bound = hooked(first, **options)
+            before = digest(model)
+            other = OPTIMIZERS[second](model.parameters())
+            on_every_rank(
+                dgc.ConfigError,
+                "of the optimizer that was bound.*new DistributedDataParallel",
+                lambda model=model, other=other: train(model, other, range(2, 3)),
+            )
+            assert digest(model) == before, (first, second)
+            train(model, bound, range(3, 5))
+
+
+@case
+def of_which_the_compressor_has_nothing_may_be_replaced_as_in_dense_training():
+    left = {**EXACT, "momentum": 0.0, "weight_decay": 0.0}
+    for first, options in (
+        ("SGD", EXACT),
+        ("SGD momentum", left),
+        ("AdamW", EXACT),  # nothing is ever selected
+        ("AdamW without beta1", HALF),
+        ("Adagrad", EXACT),
+    ):
+        for second in OPTIMIZERS:
+            model, _ = hooked(first, **options)
+            dense = DistributedDataParallel(make_model())
+            train(dense, OPTIMIZERS[first](dense.parameters()), range(2))
+            for each in (model, dense):
+                train(each, OPTIMIZERS[second](each.parameters()), range(2, 6))
+            if options is not HALF:
+                assert_close(model, dense)
+
+
+@case
+def inside_the_step_of_the_bound_one_is_a_part_of_it():
+    """A sharded optimizer steps one more on each rank."""
+
+    def trained(hook):
+        model = DistributedDataParallel(make_model())
+        optimizer = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+        if hook:
+            dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(**EXACT)))
+        train(model, optimizer, range(6))
+        return model
+
+    assert_close(trained(True), trained(False))
+
+
+if __name__ == "__main__":
+    run_cases()
