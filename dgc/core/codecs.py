@@ -144,10 +144,10 @@ class ValueCodec(Protocol):
 
 
 class _Compiled:
-    """``dgc.core.loops``, which is loaded with Numba when one of its loops is first used."""
+    """``dgc.core.kernels.loops``, which is loaded with Numba when one of its loops is first used."""
 
     def __getattr__(self, name: str) -> Any:
-        from dgc.core import loops as loaded
+        from dgc.core.kernels import loops as loaded
 
         vars(self)[name] = loop = getattr(loaded, name)
         return loop

@@ -9,10 +9,9 @@ from kernel_tools import run_script
 from numba.core.dispatcher import Dispatcher
 
 from dgc.adapter.warm_up import compiled
-from dgc.core import loops
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.kernels import choose_kernels, cpu, sweep, threads
+from dgc.core.kernels import choose_kernels, cpu, loops, sweep, threads
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.transport.local import run_ranks
@@ -67,7 +66,7 @@ def test_rehearsals_leave_a_used_compressor_alone():
 
 DENSE_FIRST = """
     from dgc.adapter.warm_up import compiled
-    from dgc.core import loops
+    from dgc.core.kernels import loops
     from dgc.core.compressors import make_config
     from dgc.core.kernels import choose_kernels
     config = make_config({"sparsity": [0.0, 0.9], "rampup_step": 200})
@@ -105,7 +104,7 @@ COUNTING = """
     from numba.core import event
     from numba.core.dispatcher import Dispatcher
     from dgc.adapter.warm_up import compiled
-    from dgc.core import loops
+    from dgc.core.kernels import loops
     from dgc.core.compressors import make_config
     from dgc.core.kernels import choose_kernels
     compiled(make_config({}), lambda: choose_kernels("cpu"), lambda kernels: kernels)

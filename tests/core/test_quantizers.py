@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from contract_tools import Alone, Case, gradients, train
 
-from dgc.core import loops
+from dgc.core.kernels import loops
 
 KEY = np.uint64(0xFEDCBA9876543210)
 SIZES = [0, 1, 2, 5, 7, 8, 63, 64, 65, 511, 512, 513, 4999]

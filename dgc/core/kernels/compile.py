@@ -39,7 +39,7 @@ def cache_directory() -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     here = Path(__file__).parent
-    for file in sorted([*here.glob("*.py"), here.parent / "loops.py"]):
+    for file in sorted(here.glob("*.py")):
         digest.update(file.read_bytes())
     digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())
     digest.update(repr(sorted(binding.get_host_cpu_features().items())).encode())

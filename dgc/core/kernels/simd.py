@@ -173,7 +173,7 @@ def multiply(typing_context: Compiled, a: Compiled, b: Compiled) -> Compiled:
 
 
 @intrinsic
-def threshold(typing_context: Compiled, key: Compiled) -> Compiled:
+def splat_key(typing_context: Compiled, key: Compiled) -> Compiled:
     """Spread the magnitude bits ``key`` for comparisons with vectors."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:

@@ -38,8 +38,8 @@ from dgc.core.kernels.simd import (
     prefetch,
     reaching,
     splat,
+    splat_key,
     store,
-    threshold,
 )
 from dgc.core.kernels.threads import Team
 from dgc.core.kernels.threshold import ENOUGH
@@ -166,7 +166,7 @@ def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale,
     g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
     """
     ms, decays_, scales = splat(m), splat(decay), splat(scale)
-    keys, infinities = threshold(key), threshold(INFINITY)
+    keys, infinities = splat_key(key), splat_key(INFINITY)
     nonfinite = False
     i = start
     while i + LANES <= stop:
@@ -544,7 +544,7 @@ _ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
 @helper
 def _count(v, bits, key):
     """How many entries reach ``key``."""
-    keys, count = threshold(key), 0
+    keys, count = splat_key(key), 0
     whole = v.size // LANES * LANES
     for i in range(0, whole, LANES):
         count += count_bits(reaching(load(v, i), keys))
@@ -562,7 +562,7 @@ def _tally(v, bits, low, high, shift, bins):
             bins[(bits[i] & MAGNITUDE) >> shift] += 1
         return
     # No key is above the largest one, whose successor would be negative.
-    lows, highs = threshold(low), threshold(min(high, MAGNITUDE - 1) + 1)
+    lows, highs = splat_key(low), splat_key(min(high, MAGNITUDE - 1) + 1)
     unlimited = _ALL_LANES if high == MAGNITUDE else np.uint64(0)
     whole = v.size // LANES * LANES
     for i in range(0, whole, LANES):
@@ -598,10 +598,10 @@ def _kth_key_of_all(v, bits, k, bins):
 
 
 @helper
-def _write(v, bits, key, ties, offset, out_positions, out_values):
+def _write_selected(v, bits, key, ties, offset, out_positions, out_values):
     """Fill the outputs with the entries above ``key``, or among the first ``ties`` equal to it, in order."""
     n, i = 0, 0
-    keys = threshold(max(key, 1))
+    keys = splat_key(max(key, 1))
     while n < out_positions.size:
         last = i + LANES > v.size
         found = np.uint64((bits[i] & MAGNITUDE) >= max(key, 1)) if last else reaching(load(v, i), keys)
@@ -641,7 +641,9 @@ def select_whole(
             kth = value_of(key, like)
             reached = _count(own, bits, key_of(rules.WIDER * kth, like))
         taken[s] = min(k, nonzero)
-        _write(own, bits, key, ties, start, out_positions[out : out + taken[s]], out_values[out : out + taken[s]])
+        _write_selected(
+            own, bits, key, ties, start, out_positions[out : out + taken[s]], out_values[out : out + taken[s]]
+        )
         _learn(thresholds[s], k, rules.WIDER * kth, reached, kth)
         fetch_add(progress, 1, 1)
 

@@ -49,7 +49,7 @@ def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, 
         from dgc.core.kernels import cpu
         from dgc.core.kernels.cpu import NumbaKernels
         from dgc.core.codecs import VALUE_CODECS
-        from dgc.core import loops as numba_loops
+        from dgc.core.kernels import loops as numba_loops
         if sys.argv[1:] == ["kernels"]:
             u, v = np.zeros((2, 10), np.float32)
             NumbaKernels(1).take_out(u, v, np.arange(3), -np.ones(3, np.float32), masking=True)
