@@ -201,19 +201,19 @@ def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
         make_slots(optimizer)
 
 
-def momentum_slot(optimizer: Optimizer, variable: Variable) -> Any:
-    """The variable in which an SGD keeps the velocity of ``variable``; None if there is none yet."""
-    raw, slots = raw_variable(variable), getattr(optimizer, "momentums", None) or []
+def momentum_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
+    """Return the variables in which an SGD keeps the velocities of ``variables``; None for those without one."""
+    raws, slots = [raw_variable(v) for v in variables], getattr(optimizer, "momentums", None) or []
     if family(optimizer) == KERAS3:
-        return _slot_of(optimizer, slots, raw)
-    place = getattr(optimizer, "_index_dict", {}).get(optimizer._var_key(raw)) if slots else None
-    return None if place is None else slots[place]
+        return slots_of(optimizer, slots, raws)
+    places = [getattr(optimizer, "_index_dict", {}).get(optimizer._var_key(raw)) if slots else None for raw in raws]
+    return [None if place is None else slots[place] for place in places]
 
 
-def _slot_of(optimizer: Optimizer, slots: Sequence[Any], variable: Variable) -> Any:
-    """Among the slots of an optimizer of Keras 3, that of a variable; None if there is none."""
+def slots_of(optimizer: Optimizer, slots: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
+    """Return those slots of an optimizer of Keras 3 that belong to ``variables``; None for those without one."""
     known = {id(raw_variable(v)): slot for v, slot in zip(optimizer._trainable_variables, slots, strict=False)}
-    return raw_variable(known.get(id(raw_variable(variable))))
+    return [raw_variable(known.get(id(raw_variable(v)))) for v in variables]
 
 
 Absorb = Callable[[int, np.ndarray, "float | None"], None]
@@ -274,8 +274,7 @@ class FirstMoment:
         slots = getattr(self._optimizer, "_momentums", getattr(self._optimizer, "_m", None))
         if not (self.is_taken and made and slots):
             return
-        for place, variable in enumerate(variables):
-            slot = _slot_of(self._optimizer, slots, variable)
+        for place, slot in enumerate(slots_of(self._optimizer, slots, variables)):
             values = None if slot is None else np.asarray(slot)
             if values is not None and values.any():
                 absorb(place, values.reshape(-1) / values.dtype.type(1.0 - self.beta1**made), None)
@@ -432,8 +431,7 @@ class Adoption:
         with tf.init_scope():
             rate = float(learning_rate(self.optimizer))
             factor = -1.0 / rate if rate else 0.0
-            for index, variable in enumerate(variables):
-                slot = momentum_slot(self.optimizer, variable)
+            for index, slot in enumerate(momentum_slots(self.optimizer, variables)):
                 if slot is None:
                     continue
                 values = np.asarray(slot)

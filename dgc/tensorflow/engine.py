@@ -66,6 +66,7 @@ class Group:
     ) -> None:
         """Allocate the state. All ranks must have agreed on the variables before."""
         self.indices = tuple(indices)
+        self._places = {index: place for place, index in enumerate(self.indices)}
         self.names = [p.name for p in layout.parameters]
         kernels = compiled(config, lambda: choose_kernels("cpu"), lambda chosen: chosen)
         self.exchange = Exchange(layout, config, transport, kernels, loss_scale=loss_scale)
@@ -97,8 +98,8 @@ class Group:
         ``joins`` are flags of a rank that takes part without data.
         """
         self._count_run()
-        given = [self.indices.index(i) for i in indices]
-        absent = [place for place in range(len(self.indices)) if place not in set(given)]
+        given = [self._places[i] for i in indices]
+        absent = sorted(set(range(len(self.indices))).difference(given))
         # The ranks compare these numbers in every step, so that a variable which some of them leave out is an error.
         compared = () if learning_rate is None else (learning_rate,)
         hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
@@ -350,7 +351,7 @@ class Engine(EngineBase):
             self.group = Group(indices, layout, variables, self._config, self.between, self._loss_scale)
             self._exchanges.append(self.group.exchange)
             self._absorb_slots()
-        elif set(indices) != {i for i in self.group.indices if i in self._dense or i in indices}:
+        elif (given := set(indices)) != {i for i in self.group.indices if i in self._dense or i in given}:
             self.fail(
                 LayoutError(
                     f"{self.names[indices[0]]!r} is exchanged together with other variables than in the first step; "

@@ -25,8 +25,8 @@ def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any
     What is not saved of momentum begins at 0; momentum that was saved as slots gets slots, of which the compressor
     makes its buffer in the first step.
     """
-    slots = _slots(inner)
-    others = [v for v in inner.variables if all(v is not slot for slot in slots)]
+    slots = {id(slot) for slot in _slots(inner)}
+    others = [v for v in inner.variables if id(v) not in slots]
     shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
     trained = [tuple(v.shape) for v in inner._trainable_variables]
     slots_may_be = is_sgd(inner) and (momentum_is_taken or bool(slots))
