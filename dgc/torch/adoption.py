@@ -11,8 +11,9 @@ with its bias corrected: see :mod:`dgc.core.config`.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +118,8 @@ class Adoption:
     def read(self, optimizer: torch.optim.Optimizer, step: int | None = None, *, anew: bool = False) -> None:
         """Follow what the groups of the optimizer hold that steps the parameters; errors are the constructor's.
 
+        Call it while the options are shown.
+
         The step that begins is None at construction, when no first moment is taken yet; ``anew`` says whether a state
         was loaded into the optimizer or the compressor since the last one.
         """
@@ -131,11 +134,11 @@ class Adoption:
         for group, _ in groups:
             for option in _READ:
                 seen.append(float(group.get(option) or 0))  # a comprehension is another call
-        if self._hidden or seen != self._seen:
-            self._seen = []
+        if seen != self._seen:
+            self._seen = []  # where the next line raises
             for group, ours in groups:
                 self._read_group(group, ours, sgd)
-            self._seen = [] if self._hidden else seen
+            self._seen = seen
 
     @property
     def has_velocity(self) -> bool:
@@ -165,10 +168,16 @@ class Adoption:
                     own[option] = group[option]
                     group[option] = self._without_first(group[option])
 
-    @property
-    def hides(self) -> bool:
-        """Whether groups hold 0 now."""
-        return bool(self._hidden)
+    @contextlib.contextmanager
+    def shown(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let the groups hold the user's options inside, if they are hidden now."""
+        hidden = bool(self._hidden)
+        self.show()
+        try:
+            yield
+        finally:
+            if hidden:
+                self.hide(optimizer)
 
     def show(self) -> None:
         """Give the groups back what :meth:`hide` took; what was set in them meanwhile stays."""
@@ -208,7 +217,7 @@ class Adoption:
                 for p, i in ours if (restored or self._steps == 0) and self._has_moment(ours) else ():
                     state = optimizer.state.get(p, {})
                     if "exp_avg" in state and (steps := _steps_of(state)):
-                        found[i] = local(state["exp_avg"]) / (1.0 - self._beta1(group) ** steps)
+                        found[i] = local(state["exp_avg"]) / (1.0 - float(group["betas"][0]) ** steps)
                 continue
             for p, i in ours:
                 buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
@@ -229,7 +238,8 @@ class Adoption:
                 state = optimizer.state.get(p, {})
                 if "exp_avg" in state:
                     saved[p] = moment = torch.empty_like(state["exp_avg"])
-                    values = self._exchange.state.whole_momentum(i) * (1.0 - self._beta1(group) ** _steps_of(state))
+                    beta1, whole = float(group["betas"][0]), self._exchange.state.whole_momentum(i)
+                    values = whole * (1.0 - beta1 ** _steps_of(state))
                     local(moment).copy_(torch.from_numpy(values).view(local(moment).shape))
         return saved
 
@@ -260,15 +270,6 @@ class Adoption:
                 groups.append((group, known[1]))
         return groups
 
-    def _own(self, group: dict[str, Any], option: str) -> float:
-        """A group's own value of an option, hidden or not."""
-        _, hidden = self._hidden.get(id(group), (group, {}))
-        return float(group.get(option) or hidden.get(option) or 0)
-
-    def _beta1(self, group: dict[str, Any]) -> float:
-        _, hidden = self._hidden.get(id(group), (group, {}))
-        return float(group["betas"][0] or hidden.get("betas", (0,))[0])
-
     def _has_moment(self, ours: Members) -> bool:
         """Whether the compressor has the first moment of a group now: of all its parameters, or of none."""
         return self._steps is not None and self._will_have_moment(ours)
@@ -289,7 +290,7 @@ class Adoption:
         shards = is_sharded(optimizer)
         nesterov = bool(self._config.nesterov) or issubclass(updating_class(optimizer), torch.optim.NAdam)
         for group, ours in groups:
-            own = self._beta1(group)
+            own = float(group["betas"][0])
             beta1 = own if self._has_moment(ours) else 0.0
             if beta1 and self._settled.get(id(group)) == beta1:
                 continue  # the number of a step may be on a GPU
@@ -308,7 +309,7 @@ class Adoption:
 
     def _read_group(self, group: dict[str, Any], ours: Members, sgd: bool) -> None:
         name, config, hyper = self._names[ours[0][1]], self._config, self.hyper
-        momentum, decay = self._own(group, "momentum"), self._own(group, "weight_decay")
+        momentum, decay = float(group.get("momentum") or 0), float(group.get("weight_decay") or 0)
         if momentum and config.momentum:
             raise ConfigError(
                 f"momentum would be applied twice to {name!r}: the compressor has momentum={config.momentum} and the "
@@ -332,10 +333,10 @@ class Adoption:
             if self.active:
                 hyper.momentum[i] = momentum
                 if config.nesterov is None:
-                    hyper.nesterov[i] = bool(self._own(group, "nesterov"))
+                    hyper.nesterov[i] = bool(group.get("nesterov"))
             if "weight_decay" in self.options:
                 hyper.weight_decay[i] = decay
-        if any(self._own(group, option) for option in self.options):
+        if any(group.get(option) for option in self.options):
             self._adopted.update(i for _, i in ours)
 
 

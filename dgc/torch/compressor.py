@@ -22,11 +22,12 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.torch.adoption import is_adaptive, updating_class
 from dgc.torch.distributed import UNNAMED, require_own_shards
 from dgc.torch.engine import Engine
+from dgc.torch.front_end import require_free
 from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod, announce_owner
+from dgc.torch.horovod_optimizer import HorovodCompressor
 from dgc.torch.saved_state import is_of_moment, take_mark
+from dgc.torch.scaler import read_scale
 from dgc.torch.sparse_updates import obstacle_of_sgd
-from dgc.torch.step import read_scale, require_free
-from dgc.torch.stock import HorovodCompressor
 from dgc.torch.untraced import leave_hooks_untraced
 
 _ADVICE = "model.named_parameters()"
@@ -109,14 +110,14 @@ class DGCCompressor(HorovodCompressor):
                 warn_of_thin_updates(updating_class(optimizer).__name__, self.config)
         if optimizer is not None and (mark := take_mark(optimizer.param_groups)) and not had_state:
             if self.engine is not None:
-                self.engine.watch.saved.mark = mark
+                self.engine.front_end.saved.mark = mark
             elif self.takes_part and is_of_moment(optimizer, mark):
                 warnings.warn(_DROPPED, RuntimeWarning, stacklevel=3)
         if stock and self.engine is not None:
             leave_hooks_untraced()
-            steps = self._watch_horovod(self.engine)
+            front_end = self._follow_horovod(self.engine)
             if optimizer is not None:
-                announce_owner(optimizer, steps.own)
+                announce_owner(optimizer, front_end.own)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, with tensors in the place of arrays: ``torch.load`` takes it as it is by default."""
@@ -232,4 +233,4 @@ def check_optimizer(optimizer: object, named_parameters: object) -> None:
         raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
-    require_free([p for group in optimizer.param_groups for p in group["params"]], of_all=False)
+    require_free([p for group in optimizer.param_groups for p in group["params"]], exclusively=True)

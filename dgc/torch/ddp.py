@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from dgc.adapter.compressor import check_compression
 from dgc.adapter.job import errors_on_all_ranks
@@ -38,7 +39,7 @@ from dgc.torch.checkpoint import gathered_states, load_gathered
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.distributed import DistributedJob
 from dgc.torch.engine import Engine
-from dgc.torch.step import StepWatch, only_makes_state, require_free
+from dgc.torch.front_end import FrontEnd, only_makes_state, require_free
 from dgc.torch.tensors import scattered_values
 from dgc.torch.untraced import untraced
 
@@ -101,7 +102,7 @@ class CompressionState(Joinable):
         self.compression = compression
         self._group = process_group
         self._optimizer: torch.optim.Optimizer | None = None
-        self._steps: _Steps | None = None  # None also of one process
+        self._front_end: DDPFrontEnd | None = None  # None also of one process
         if optimizer is not None:
             self.bind(optimizer)
 
@@ -133,8 +134,8 @@ class CompressionState(Joinable):
         self.compression.bind(named, optimizer)
         self._optimizer = optimizer
         if (engine := self.compression.engine) is not None:
-            self._steps = _Steps(engine, optimizer)
-            weakref.finalize(self, self._steps.leave).atexit = False
+            self._front_end = DDPFrontEnd(engine, optimizer)
+            weakref.finalize(self, self._front_end.leave).atexit = False
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand over a bucket's gradients; with the last one wait for the results of all."""
@@ -147,10 +148,10 @@ class CompressionState(Joinable):
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        if self._steps is None:
+        if self._front_end is None:
             future.set_result(buffer)
         else:
-            self._steps.hand_over(bucket, future)
+            self._front_end.hand_over(bucket, future)
         return future
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -203,28 +204,25 @@ class CompressionState(Joinable):
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ConfigError("divide_by_initial_world_size=False: the compressor divides by all ranks; leave it out")
-        steps, engine = self._steps, self.compression.engine
-        if steps is None or engine is None:
+        front_end, engine = self._front_end, self.compression.engine
+        if front_end is None or engine is None:
             return JoinHook()
         if callable(engine.exchange.loss_scale):
             raise ConfigError(
                 "with a GradScaler a rank without data cannot follow the others' steps: use Join([model]) alone, and "
                 "momentum=0 in the compressor"
             )
-        return _Update(steps)
+        return _Update(front_end)
 
 
-class _Steps(StepWatch):
-    """What the hook hands to the engine of one compressor, and what becomes of it."""
+class DDPFrontEnd(FrontEnd):
+    """Hands the engine of one compressor the buckets of DDP's hook; the call with the last one ends the exchange."""
 
-    drives = alone = True
-    begun = averaged = False
-    in_step = False
+    drives = exclusive = True
     _joined = _warned = False
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(engine)
-        self._optimizer = optimizer
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
         self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
         self._owners: dict[int, int] = {}  # address of a gradient -> parameter index, in the step under way
@@ -242,10 +240,9 @@ class _Steps(StepWatch):
             self._waiting, self._results = [], {}
             self._owners.clear()
             if not self.begun:
-                # Join runs the hook on zeros on a rank without data, where nothing else steps or drops results.
+                # Join runs the hook on zeros on a rank without data, where nothing else clears results.
                 self._require_stepped()
                 self._joined = True
-                engine.results.applied()
                 for p in engine.parameters:
                     p.grad = None
         if buffer.is_sparse:
@@ -272,8 +269,6 @@ class _Steps(StepWatch):
     def _finish(self, engine: Engine) -> None:
         engine.finish()
         self._keep_unused(engine)
-        if self._joined:
-            engine.results.applied()
         if engine.adoption.has_velocity and not self._warned:
             index = min(self._results, key=lambda i: self._results[i].numel())
             self._sample = engine.parameters[index], scattered_values(self._results[index]), engine.exchange.loss_scale
@@ -284,7 +279,7 @@ class _Steps(StepWatch):
         self._waiting = []
 
     def _keep_unused(self, engine: Engine) -> None:
-        """DDP drops the result of a parameter that no rank has used, also where ``.grad`` was not None."""
+        """Put results into ``.grad`` where DDP drops them: no rank has used the parameter, but it has a result."""
         views = any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
         for index in self._results.keys() - self._used - engine.left_alone:
             p, result = engine.parameters[index], self._results[index]
@@ -294,7 +289,7 @@ class _Steps(StepWatch):
                 p.grad = result if views else result.clone()  # gradient_as_bucket_view=True insists on views
 
     def _require_stepped(self) -> None:
-        """Each rank applies momentum and decay to what is sent dense, so that all need the same parameters."""
+        """Refuse a rank that did not follow the others' updates: each applies momentum to what is sent dense."""
         if self._joined and self.averaged and self.engine.adoption.has_velocity:
             wrong = "a rank without data has not followed the updates: use Join([model, state])"
             self.engine.fail(ConfigError(wrong))
@@ -305,37 +300,37 @@ class _Steps(StepWatch):
         self._used.add(index)
         if not self.begun:
             self._require_stepped()
+            self.engine.refuse_results(index)
             self.begun, self.averaged, self._joined = True, False, False
-            self.engine.results.moved(index)
-            self.engine.begin(index)
+            self.engine.begin()
 
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""
-        if self.averaged:
+        if self.averaged and (optimizer := self.owner) is not None:
             if not self._joined:  # .grad holds an accumulation of this rank, inside no_sync(), that never ended
                 for index, result in self._results.items():
                     self.engine.parameters[index].grad = result.clone()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
     def leave(self) -> None:
         """The state was dropped: the model's gradients are not exchanged any more."""
         self.drives = False
         self.unhook()
 
-    # -- the watch's half ------------------------------------------------------------------------------------------
+    # -- around step() ---------------------------------------------------------------------------------------------
 
-    def before_update(self, closure: bool) -> None:
-        """See that gradients were exchanged; those of a closure are there when it returns."""
-        if closure:
-            return
-        if not (self.begun or self.averaged) and only_makes_state(self._optimizer, self.engine.parameters):
+    @override
+    def end_exchange(self) -> None:
+        assert self.owner is not None, "it steps"
+        if not (self.begun or self.averaged) and only_makes_state(self.owner, self.engine.parameters):
             self.saved.made_state()
         else:
-            self.closure_returned()
+            self.end_exchange_of_closure()
 
-    def closure_returned(self) -> None:
-        """See that gradients were exchanged before they are applied."""
+    @override
+    def end_exchange_of_closure(self) -> None:
+        """See that gradients were exchanged before they are applied: the hook has done it in ``backward()``."""
         engine = self.engine
         if self.begun:
             engine.fail(LayoutError(_LOCAL))
@@ -346,25 +341,24 @@ class _Steps(StepWatch):
             self._warned = True
             warnings.warn(_CHANGED, RuntimeWarning, stacklevel=5)
 
-    def updated(self) -> None:
-        """The results of the exchange are used up."""
-        self.averaged = False
-
+    @override
     def give_up(self) -> None:
-        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
         self.begun = self.averaged = False
         self._waiting, self._results, self._sample = [], {}, None
         self._used.clear()
 
-    begin_anew = give_up
+    @override
+    def begin_anew(self) -> None:
+        self.give_up()
 
 
 class _Update(JoinHook):
-    def __init__(self, steps: _Steps) -> None:
-        self._steps = steps
+    def __init__(self, front_end: DDPFrontEnd) -> None:
+        self._front_end = front_end
 
+    @override
     def main_hook(self) -> None:
-        self._steps.step_joined()
+        self._front_end.step_joined()
 
 
 def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> CompressionState:

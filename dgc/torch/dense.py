@@ -24,8 +24,9 @@ from dgc.core.checks import brief
 from dgc.core.config import DEFAULT_BUCKET_BYTES
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.distributed import DistributedJob
-from dgc.torch.passes import Exchanged, Passes
-from dgc.torch.step import closure_of, only_makes_state, refuse_strangers, steps_by_scaler, with_closure
+from dgc.torch.front_end import closure_of, only_makes_state, refuse_strange_gradients, with_closure
+from dgc.torch.optimizer_methods import HandedOver, OptimizerMethods
+from dgc.torch.scaler import steps_by_scaler
 from dgc.torch.tensors import local, scattered_values
 from dgc.torch.untraced import untraced, weakly
 
@@ -78,7 +79,7 @@ def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: 
         transport.close()
 
 
-class DenseSteps(Passes):
+class DenseSteps(OptimizerMethods):
     """Averages one optimizer's gradients over the ranks of a process group before each step."""
 
     def __init__(
@@ -115,7 +116,7 @@ class DenseSteps(Passes):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
         closure = closure_of(args, kwargs)
-        exchanging = self.first_exchanging()
+        exchanging = self.first_handed_over()
         if self._skipping:
             if exchanging is not None:
                 raise LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first")
@@ -123,7 +124,7 @@ class DenseSteps(Passes):
             if exchanging is not None and steps_by_scaler():
                 self.fail_changed(exchanging)  # it has divided gradients by its scale
             vars(optimizer)["synchronize"]()
-        refuse_strangers(optimizer, set(map(id, self._parameters)))
+        refuse_strange_gradients(optimizer, set(map(id, self._parameters)))
         if closure is None:
             return None
 
@@ -160,7 +161,7 @@ class DenseSteps(Passes):
                 )
             p.grad = p.grad.to_dense()
         values = scattered_values(p.grad) if index in self._sharded else None
-        self._exchanged[index] = Exchanged(p.grad, p.grad._version, p.grad, values)
+        self._handed[index] = HandedOver(p.grad, p.grad._version, p.grad, values)
         self._bucket_of[index].waiting -= 1
         while self._begun_buckets < len(self._buckets) and not self._buckets[self._begun_buckets].waiting:
             self._begin(self._buckets[self._begun_buckets])
@@ -168,7 +169,7 @@ class DenseSteps(Passes):
 
     def _begin(self, bucket: _Bucket) -> None:
         """Begin the sum of a bucket, in the order of buckets."""
-        gradients = [local(self._exchanged[i].gradient).detach().reshape(-1) for i in bucket.members]
+        gradients = [local(self._handed[i].gradient).detach().reshape(-1) for i in bucket.members]
         present = torch.ones(len(gradients), dtype=gradients[0].dtype, device=gradients[0].device)
         for place, i in enumerate(bucket.members):
             if i in self._absent:
@@ -188,7 +189,7 @@ class DenseSteps(Passes):
         assert bucket.work is not None
         with _failing_as_ours():
             bucket.work.wait()
-        gradients = [self._exchanged[i].gradient for i in bucket.members]
+        gradients = [self._handed[i].gradient for i in bucket.members]
         *sums, present = bucket.flat.split([*(local(g).numel() for g in gradients), len(gradients)])
         for place, (i, gradient, total) in enumerate(zip(bucket.members, gradients, sums, strict=True)):
             if i in self._absent and not present[place]:

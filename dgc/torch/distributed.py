@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import sys
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.adapter.agreement import tell_error
@@ -168,16 +168,22 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
             )
 
 
-def ddp_over(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
-    """What averages the gradients of some of these parameters, if it is used: that shows in its forward pass alone.
+# Torch keeps no list of them, and they leave nothing on a parameter.
+_ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
-    DDP leaves nothing on a parameter, so its objects are looked for: about 0.1 s for a million objects.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
+
+def _remember_ddp(module: torch.nn.Module, name: str, submodule: object) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _ddps.add(module)
+
+
+register_module_module_registration_hook(_remember_ddp)
+
+
+def ddp_over(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    """List the DDP models, built since this module was imported, that hold some of these parameters."""
     ids = {id(p) for p in parameters}
-    found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    return [ddp for ddp in found if not ids.isdisjoint(map(id, ddp.parameters()))]
+    return [ddp for ddp in list(_ddps) if not ids.isdisjoint(map(id, ddp.parameters()))]
 
 
 def _shown(name: str, p: torch.Tensor) -> str:

@@ -83,7 +83,7 @@ class TorchState(hvd.elastic.TorchState):
         """Leave a plain optimizer behind. Local: no communication."""
         if self.compression is not None:
             if (engine := self.compression.engine) is not None:
-                engine.watch.unhook()
+                engine.front_end.unhook()
             self.compression.close()
             self.compression = None
             for name in _WRAPPING:  # backward_passes_per_step stays: hooks that a traceback keeps alive read it

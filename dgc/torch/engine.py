@@ -1,7 +1,8 @@
-"""One model's parameters on one rank, bound to an exchange of the core.
+"""One model's parameters on one rank, bound to an exchange of the core: collect gradients, exchange, deliver results.
 
-Every torch tensor becomes an array here, and every parameter has one index: its place among those that are exchanged.
-What hands over gradients is a :class:`~dgc.torch.step.StepWatch`: of dgc's optimizer, Horovod's, or DDP's.
+One exchange is one step. When :meth:`Engine.finish` returns, either all ranks have committed it or all ranks have
+refused it. Every torch tensor becomes an array here, and every parameter has one index: its place among those that are
+exchanged. A :class:`~dgc.torch.front_end.FrontEnd` says when gradients are there and when results are needed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from dgc.adapter.agreement import require_replicas
 from dgc.adapter.engine import EngineBase
@@ -25,12 +27,26 @@ from dgc.core.exchange.records import StepContext, StepOptions
 from dgc.core.layout import Layout, make_layout
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
+from dgc.torch.front_end import FrontEnd, learning_rates_of
 from dgc.torch.saved_state import Change
 from dgc.torch.sparse_updates import SparseUpdates
-from dgc.torch.step import Results, StepWatch, learning_rates_of, refusal_of_results
 from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, tensors_for
 
 Named = Sequence[tuple[str, torch.Tensor]]
+
+_LEFT = (
+    "call optimizer.zero_grad() after each step(): .grad still holds results of the last exchange, {}, and cannot take "
+    "in another gradient. To add up gradients use backward_passes_per_step (DDP: no_sync()); {}"
+)
+_VELOCITY = (
+    "with the momentum and weight decay that the compressor applies",
+    "with momentum=0 in the compressor both stay in the optimizer",
+)
+_UNWRITTEN = (
+    "though not of all tensors: those that were sent sparsely are applied without being written there",
+    "with sparse_updates=False in the compressor all are written",
+)
+_LOOKED_AT = 2**20  # elements: results that a script has left stand in the smallest tensors, too
 
 
 class Engine(EngineBase):
@@ -38,9 +54,8 @@ class Engine(EngineBase):
 
     Attributes:
         parameters: the compressed tensors in registration order.
-        watch: the front end, which follows the steps of that optimizer.
-        results: of the latest step.
-        updates: whether they are applied as entries.
+        front_end: hands over gradients, and follows the steps of the optimizer.
+        updates: whether results are applied as entries.
         decays_by_sign: indices of parameters whose decay is that of their signs (L1).
         excluded: indices of parameters that the option ``exclude`` names: they are sent dense.
         is_scaled: whether the scale of a GradScaler is known.
@@ -48,6 +63,7 @@ class Engine(EngineBase):
             them as they are, and so does this package.
         joins: flags of :class:`~dgc.core.message.Flags` while this rank takes part without data.
         on_step_begin: called before the first gradient of each step is handed over, if set.
+        error: what ended the latest step on this rank; None after a step that was committed or refused.
     """
 
     what = "parameters"
@@ -73,10 +89,12 @@ class Engine(EngineBase):
         self._options: StepOptions | None = None  # of the step that has begun, until its first gradient is there
         self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
+        self._delivered = False  # whether .grad may hold the latest step's results
         self.error: DGCError | None = None
         self.decays_by_sign: set[int] = set()
         self.is_scaled = callable(loss_scale) or loss_scale != 1.0
-        self._untold = self._opened = False  # whether others will hear of the error; know that this step has begun
+        self._opened = False  # whether this rank takes part in a step
+        self._untold = False  # whether the other ranks will hear of the error in the next step
 
         def build() -> Layout:
             pairs = named() if callable(named) else named
@@ -93,30 +111,37 @@ class Engine(EngineBase):
 
         self._agree_on_options()
         self._agree_on_tensors(build)
-        self.results = Results(self.parameters, self._exchanges)
+        self._by_size = sorted(range(len(self.parameters)), key=lambda i: self.parameters[i].numel())
         self.excluded = {i for i, n in enumerate(self.names) if any(fnmatchcase(n, p) for p in config.exclude)}
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
-        self.watch = StepWatch(self)
+        self.front_end = FrontEnd(self)
 
-    def follow(self, watch: StepWatch) -> None:
+    def follow(self, front_end: FrontEnd) -> None:
         """Let a front end hand over gradients and follow the optimizer's steps."""
-        self.watch.end()
-        watch.saved.take_over(self.watch.saved)
-        self.watch = watch
+        self.front_end.end()
+        front_end.saved.take_over(self.front_end.saved)
+        self.front_end = front_end
 
-    def begin(self, index: int) -> None:
-        """Open a step with the gradient of parameter ``index``, which is handed over later."""
-        if (failed := self._open_step(index)) is not None:
+    # -- one step: collect, exchange, deliver ------------------------------------------------------------------------
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._opened or self.exchange.in_step
+
+    def begin(self) -> None:
+        """Open a step, whose gradients are handed over later."""
+        if (failed := self._open()) is not None:
             self.fail(failed)
 
     def submit(self, index: int, gradient: torch.Tensor, *, absent: bool = False) -> torch.Tensor:
-        """Hand over a gradient of the parameter's shape, or zeros in the place of one that is ``absent`` on this rank.
+        """Hand over a gradient of the parameter's shape, or zeros if it is ``absent`` on this rank.
 
         Returns:
-            A tensor, shard of a sharded one, that holds the outcome after :meth:`finish`; mostly ``gradient`` itself.
+            A tensor, shard of a sharded one, that holds the result after :meth:`finish`; mostly ``gradient`` itself.
         """
         if not self._opened:
-            self.begin(index)
+            self.begin()
         try:
             ready = self._tensors.ready()
         except ConfigError as refused:
@@ -144,7 +169,7 @@ class Engine(EngineBase):
         return result
 
     def finish(self) -> None:
-        """Wait for all results of the step. Calling it again before the next step does nothing."""
+        """Wait for all results of the step, and deliver them. Calling it again before the next step does nothing."""
         if self.error is not None:
             raise self.error
         if not self.exchange.latest.under_way:
@@ -156,7 +181,7 @@ class Engine(EngineBase):
                     self.refuse_sparse(index)
             self.exchange.finish()
             self.left_alone = self.exchange.left_alone
-            if self.updates.concluded(self.watch.owner, self.watch.in_step):
+            if self.updates.will_apply(self.front_end.owner, self.front_end.in_step):
                 self.updates.deferred = self.exchange.deferred()
             else:
                 self.exchange.write_deferred()
@@ -164,63 +189,22 @@ class Engine(EngineBase):
             self.error, self._opened = error, False
             raise
         finally:
-            self.watch.plain_step = False
+            self.front_end.in_step = False
             # Until here the kernels may write to memory that they were given.
             self._tensors.release()
-        self._conclude()
-
-    @property
-    def how_updated(self) -> str:  # noqa: D102
-        reason = self.updates.reason
-        return "sparse" if reason is None else f"dense: {reason}"
+        self._deliver()
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error``, or an earlier one, here and on all ranks: see ``Exchange.fail``."""
-        error = self._open_step(index) or error
+        error = self._open() or error
         try:
             self.exchange.fail(error, index)
         except DGCError as raised:
             self._fail_with(raised)
             raise
 
-    def _fail_with(self, error: DGCError) -> None:
-        """Remember what the exchange has raised, in a step that is over with it."""
-        self.error, self._opened = error, False
-        self._tensors.release()
-        self._untold = self.exchange.latest.failure_pending
-        if self._untold:
-            self.exchange.write_deferred()
-            self._conclude()  # as the others do
-
-    def is_done(self) -> bool:
-        """Whether another ``synchronize()`` is to hand back the latest step's results; the ranks compare them once.
-
-        They are there and were not cleared, and no other step has begun.
-        """
-        if self.error is not None or self._opened or self.exchange.in_step or not self.results.stand:
-            return False
-        if not self._results_compared:
-            self._results_compared = True
-            # A gradient that was taken out of the step counts as 0, which another rank may have put there already.
-            absent = [p.grad is None or p.grad.is_sparse for p in self.parameters]
-            gradients = [torch.zeros_like(p) if a else p.grad for p, a in zip(self.parameters, absent, strict=True)]
-            require_replicas(
-                self.transport,
-                {n: fingerprint(g) for n, g in zip(self.names, gradients, strict=True)},
-                "their gradients were changed in different ways between synchronize() and another synchronize() or "
-                "step(), which averages nothing again: make the same change on every rank",
-            )
-        return True
-
-    def _extra_state(self) -> dict[str, Any]:
-        return {}
-
-    def _take_state(self, saved: dict[str, Any]) -> None:
-        self.exchange.load_state_dict(saved)
-        self._clear()
-        self.watch.saved.compressor_loaded()
-
-    def abandon(self) -> bool:  # noqa: D102
+    @override
+    def abandon(self) -> bool:
         through = super().abandon()
         self._pending.clear()
         self._tensors.release()
@@ -231,33 +215,7 @@ class Engine(EngineBase):
             self.error = self.error or error
         return through
 
-    def close(self, keep_transport: bool = False) -> None:  # noqa: D102
-        self.watch.end()
-        super().close(keep_transport)
-
-    def _open_exchange(self) -> None:
-        kernels = self._tensors.kernels
-        layout = make_layout([describe(n, p) for n, p in zip(self.names, self.parameters, strict=True)], self._config)
-        self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
-        itself = weakref.ref(self)  # the exchange does not keep this engine alive
-
-        def meet_joined(context: StepContext) -> None:
-            if (engine := itself()) is not None:
-                watch, adoption = engine.watch, engine.adoption
-                assert watch.owner is not None, "it has begun the step"
-                at_once = watch.drives and watch.in_step
-                engine.follows = share_options(engine.between, context, adoption, watch.owner, at_once)
-
-        self.exchange.on_joined = meet_joined
-        self._exchanges[:] = [self.exchange]
-
-    def _clear(self) -> None:
-        self._pending.clear()
-        self.error, self._untold, self._opened = None, False, False
-        self.watch.saved.forget()  # the ranks may have met the failure before or after they asked each other
-        self._replicas_compared = self._results_compared = False
-
-    def _open_step(self, index: int | None = None) -> DGCError | None:
+    def _open(self) -> DGCError | None:
         """Prepare for the first gradient of a step; returns the error for which this rank cannot take part in it."""
         error: DGCError | None = None
         if self._untold:
@@ -268,33 +226,27 @@ class Engine(EngineBase):
             raise self.error
         if self._opened:
             return None
-        watch, results, updates = self.watch, self.results, self.updates
-        owner, idle = watch.owner, watch.drives and not watch.begun
-        stepping, watch.plain_step = idle and watch.plain_step, False
-        undecided, unwritten = results.undecided, updates.applied
-        left = results.next_begins(None if idle else index)
+        owner = self.front_end.owner
         if self.on_step_begin is not None:
             self.on_step_begin()
-        self._opened = True
+        self._opened, self._delivered = True, False
+        self.front_end.update_ended()
         self._memory.begin()
-        defers = updates.begin(owner, results.kept)
-        change = watch.saved.change(self.transport, owner)
-        try:
-            if owner is not None:
-                self.adoption.read(owner, self.exchange.state.step, anew=any(change))
-                self._take_over_state(owner, change)
-                if left and (undecided or stepping):
-                    velocity = self.adoption.has_velocity
-                    error = error or refusal_of_results(undecided=undecided, velocity=velocity, unwritten=unwritten)
-        except ConfigError as refused:
-            error = error or refused
-        rates = learning_rates_of(owner)
-        hyper = self.adoption.hyper.chosen(range(len(self.names)), rates, change.restored)
-        self._options = StepOptions(hyper, watch.holds, defers, self.joins)
+        defers = self.updates.begin(owner)
+        change = self.front_end.saved.change(self.transport, owner)
+        if owner is not None:
+            with self.adoption.shown(owner):  # Horovod's optimizer exchanges within step()
+                try:
+                    self.adoption.read(owner, self.exchange.state.step, anew=any(change))
+                    self._take_over_state(owner, change)
+                except ConfigError as refused:
+                    error = error or refused
+        hyper = self.adoption.hyper.chosen(range(len(self.names)), learning_rates_of(owner), change.restored)
+        self._options = StepOptions(hyper, holds=self.front_end.holds, defers=defers, joins=self.joins)
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
-        """Momentum that was loaded becomes u, and what belongs to the run that was left is forgotten."""
+        """Turn loaded momentum into u, and forget what belongs to the run that was left."""
         state, steps = self.exchange.state, self.exchange.state.step
         if change.restored:
             state.reset()
@@ -303,12 +255,12 @@ class Engine(EngineBase):
         if (change.restored or change.stepped) and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
             warms_up = bool(self._config.rampup_begin_step) or len(self._config.sparsity) > 1
-            self.watch.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
+            self.front_end.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
         self._replicas_compared &= not (change.restored or change.broadcast)
 
-    def _conclude(self) -> None:
-        """What is left to do when the exchange has finished a step; collective after the first one."""
-        self._opened = False
+    def _deliver(self) -> None:
+        """Bring the results to ``.grad``; in the first step compare the ranks' parameters, which is collective."""
+        self._opened, self._delivered = False, True
         for result in filter(None, self._pending.values()):
             result.deliver()
         self._pending.clear()
@@ -323,9 +275,62 @@ class Engine(EngineBase):
                 "root_rank=0)",
             )
         self._memory.end()
-        self.results.written()
         if self.observers:
             self._tell_observers()
+
+    def _fail_with(self, error: DGCError) -> None:
+        """Remember what the exchange has raised, in a step that is over with it."""
+        self.error, self._opened = error, False
+        self._tensors.release()
+        self._untold = self.exchange.latest.failure_pending
+        if self._untold:
+            self.exchange.write_deferred()
+            self._deliver()  # as the others do
+
+    # -- what .grad holds between two steps ----------------------------------------------------------------------------
+
+    def results_cleared(self) -> None:
+        """The script has cleared ``.grad``."""
+        self._delivered = False
+
+    def refuse_results(self, index: int | None = None) -> None:
+        """Refuse, on all ranks, to exchange results of the latest step as gradients.
+
+        Call it when a backward pass has added to the first gradient of a step, that of parameter ``index``, or, with
+        None, if a step begins without one. Results that hold neither momentum nor decay are exchanged like gradients,
+        as in dense training.
+        """
+        if not (self._delivered and (self.adoption.has_velocity or self.updates.applied)):
+            return
+        self._delivered, seen, owner = False, 0, self.front_end.owner
+        stepped = set() if owner is None else {id(p) for group in owner.param_groups for p in group["params"]}
+        for i in self._by_size:
+            p = self.parameters[i]
+            if i == index or (gradient := p.grad) is None or gradient.is_sparse or id(p) not in stepped:
+                continue
+            if seen >= _LOOKED_AT:
+                return
+            seen += gradient.numel()
+            if bool(local(gradient).any()):
+                why = _VELOCITY if self.adoption.has_velocity else _UNWRITTEN
+                self.fail(ConfigError(_LEFT.format(*why)), i)
+
+    def hands_back(self) -> bool:
+        """Return whether another ``synchronize()`` hands back the latest results; the ranks compare them once."""
+        if self.error is not None or self.in_step:
+            return False
+        if self._results_compared:
+            return True
+        self._results_compared = True
+        absent = [p.grad is None or p.grad.is_sparse for p in self.parameters]
+        gradients = [torch.zeros_like(p) if a else p.grad for p, a in zip(self.parameters, absent, strict=True)]
+        require_replicas(
+            self.transport,
+            {n: fingerprint(g) for n, g in zip(self.names, gradients, strict=True)},
+            "their gradients were changed in different ways between synchronize() and another synchronize() or "
+            "step(), which averages nothing again: make the same change on every rank",
+        )
+        return True
 
     def refuse_sparse(self, index: int) -> NoReturn:
         """Refuse a sparse gradient, on every rank."""
@@ -336,6 +341,52 @@ class Engine(EngineBase):
         )
         self.fail(ConfigError(wrong), index)
 
+    # -- state, ending -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def how_updated(self) -> str:
+        reason = self.updates.reason
+        return "sparse" if reason is None else f"dense: {reason}"
+
+    @override
+    def _extra_state(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def _take_state(self, saved: dict[str, Any]) -> None:
+        self.exchange.load_state_dict(saved)
+        self._clear()
+        self.front_end.saved.compressor_loaded()
+
+    @override
+    def _clear(self) -> None:
+        self._pending.clear()
+        self.error, self._untold, self._opened, self._delivered = None, False, False, False
+        self.front_end.saved.forget()  # the ranks may have met the failure before or after they asked each other
+        self._replicas_compared = self._results_compared = False
+
+    @override
+    def close(self, keep_transport: bool = False) -> None:
+        self.front_end.end()
+        super().close(keep_transport)
+
+    def _open_exchange(self) -> None:
+        kernels = self._tensors.kernels
+        layout = make_layout([describe(n, p) for n, p in zip(self.names, self.parameters, strict=True)], self._config)
+        self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
+        itself = weakref.ref(self)  # the exchange does not keep this engine alive
+
+        def meet_joined(context: StepContext) -> None:
+            if (engine := itself()) is not None:
+                front_end, adoption = engine.front_end, engine.adoption
+                assert front_end.owner is not None, "it has begun the step"
+                at_once = front_end.drives and front_end.in_step
+                engine.follows = share_options(engine.between, context, adoption, front_end.owner, at_once)
+
+        self.exchange.on_joined = meet_joined
+        self._exchanges[:] = [self.exchange]
+
 
 def share_options(
     transport: Transport,
@@ -345,16 +396,13 @@ def share_options(
     updates: bool,
 ) -> bool:
     """Give ranks that have joined the options of one that trains. Collective."""
-    hidden = adoption.hides  # Horovod's optimizer exchanges within step()
-    adoption.show()
-    rows = gather_values(transport, [updates, option_values(optimizer)])
-    trains, options = rows[min(set(range(transport.size)) - set(context.joined))]
-    if transport.rank in context.joined:
-        set_option_values(optimizer, options)
-        adoption.read(optimizer, context.step)
-        context.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
-    if hidden:
-        adoption.hide(optimizer)
+    with adoption.shown(optimizer):
+        rows = gather_values(transport, [updates, option_values(optimizer)])
+        trains, options = rows[min(set(range(transport.size)) - set(context.joined))]
+        if transport.rank in context.joined:
+            set_option_values(optimizer, options)
+            adoption.read(optimizer, context.step)
+            context.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
     return bool(trains)
 
 

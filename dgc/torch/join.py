@@ -55,7 +55,7 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
         return 0
     if divide_by not in _DIVISORS:
         engine.fail(wrong)
-    optimizer: Any = engine.watch.owner
+    optimizer: Any = engine.front_end.owner
     _require_able(engine, optimizer, divide_by)
     engine.joins = _DIVISORS[divide_by]
     try:
@@ -100,10 +100,10 @@ def _follow_until_all_joined(engine: Engine, optimizer: Any) -> int:
 
 def _clear(engine: Engine) -> None:
     """Leave no gradient behind, neither a result nor what an accumulation that has not ended has added up."""
-    engine.watch.give_up()
+    engine.front_end.give_up()
     for p in engine.parameters:
         p.grad = None
-    engine.results.cleared = True
+    engine.results_cleared()
 
 
 def _take_over(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:

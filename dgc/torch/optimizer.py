@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast, overload
 
 import torch
+from typing_extensions import override
 
 from dgc.adapter.checks import check_passes, check_predivide, refuse_grouping
 from dgc.adapter.compressor import check_compression, horovods
@@ -23,9 +24,9 @@ from dgc.torch.compressor import Compression, DGCCompressor, check_optimizer, na
 from dgc.torch.dense import DenseSteps, agree, dense_type
 from dgc.torch.distributed import DistributedJob, job_of, require_dense, require_own_shards
 from dgc.torch.engine import Engine
+from dgc.torch.front_end import FrontEnd, only_makes_state
 from dgc.torch.horovod import HOROVOD, TorchHorovod
-from dgc.torch.passes import Exchanged, Passes, refuse_copy
-from dgc.torch.step import StepWatch, only_makes_state
+from dgc.torch.optimizer_methods import HandedOver, OptimizerMethods, refuse_copy
 from dgc.torch.tensors import local, scattered_values, set_memory
 from dgc.torch.untraced import untraced
 
@@ -181,7 +182,7 @@ def DistributedOptimizer(
         compression.bind(named, optimizer, members)
         vars(optimizer).update(attributes, compression=compression, op=op, process_set=members)
         engine, scaler = compression.engine, compression.given_options.get("loss_scale")
-        steps = None if engine is None else Steps(optimizer, engine, sparse_as_dense, scaler)
+        steps = None if engine is None else OptimizerFrontEnd(optimizer, engine, sparse_as_dense, scaler)
         vars(optimizer).update(_methods(optimizer, steps))
         return cast("HorovodOptimizer", optimizer)
     assert isinstance(job, DistributedJob)
@@ -203,7 +204,7 @@ def DistributedOptimizer(
     return cast("HorovodOptimizer", optimizer)
 
 
-def _methods(optimizer: torch.optim.Optimizer, steps: Steps | DenseSteps | None) -> dict[str, object]:
+def _methods(optimizer: torch.optim.Optimizer, steps: OptimizerFrontEnd | DenseSteps | None) -> dict[str, object]:
     """Horovod's methods, by name; ``steps`` is None where nothing is exchanged."""
     if steps is None:
         itself = weakref.proxy(optimizer)
@@ -216,11 +217,10 @@ def _methods(optimizer: torch.optim.Optimizer, steps: Steps | DenseSteps | None)
     return {name: getattr(steps, name) for name in names}
 
 
-class Steps(Passes, StepWatch):
+class OptimizerFrontEnd(OptimizerMethods, FrontEnd):
     """Hands one optimizer's gradients to the engine, and its results back before each step."""
 
     drives = holds = True
-    in_step = _updating = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Engine, sparse_as_dense: bool, scaler: object = None
@@ -232,85 +232,15 @@ class Steps(Passes, StepWatch):
         self.drive(optimizer, self.arrived)
         self.count_passes(engine.parameters, engine.names)
 
-    # -- Horovod's methods -----------------------------------------------------------------------------------------
+    # -- gradients and results -----------------------------------------------------------------------------------------
 
-    def is_done(self) -> bool:  # noqa: D102
-        if not self.engine.is_done():
-            return False
-        for i, p in enumerate(self._parameters):
-            if p.grad is None and i not in self.engine.left_alone:
-                p.grad = torch.zeros_like(p)  # taken out of the step by hand
-        return True
+    @override
+    def step_begins(self, index: int | None) -> None:
+        self.update_ended()
+        self.engine.refuse_results(index)
 
-    def deliver(self) -> None:  # noqa: D102
-        engine = self.engine
-        engine.finish()
-        for i, exchanged in self._exchanged.items():
-            if i in engine.left_alone:
-                self._parameters[i].grad = None
-            elif exchanged.result is not self._parameters[i].grad:
-                _deliver(self._parameters[i], exchanged.result)
-
-    @untraced
-    def zero_grad(self, *args: bool, **kwargs: bool) -> None:  # noqa: D102
-        super().zero_grad(*args, **kwargs)
-        self.engine.results.cleared = True
-
-    # -- the watch's half ------------------------------------------------------------------------------------------
-
-    def before_update(self, closure: bool) -> None:
-        """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
-        optimizer = self.owner
-        assert optimizer is not None, "it steps"
-        exchanging = self.first_exchanging()
-        if self._skipping:
-            if exchanging is not None:
-                wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
-                self.engine.fail(LayoutError(wrong))
-            return
-        if not self.begun and not closure and only_makes_state(optimizer, self._parameters):
-            self.saved.made_state()
-            return
-        if not self.begun and closure:
-            return
-        if exchanging is not None and self.by_scaler:
-            # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
-            self.fail_changed(exchanging)
-        if self.averaged and not self._updating:
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                "Put step() into it: the gradients are averaged already",
-                stacklevel=6,
-            )
-        synchronize = vars(optimizer)["synchronize"]
-        self.in_step = synchronize == self.synchronize and not closure
-        try:
-            synchronize()
-        finally:
-            self.in_step = False
-        self._updating = True  # a class of the user's that calls super().step() comes here twice
-
-    def closure_returned(self) -> None:
-        """Exchange what the closure of a step has computed, unless it has called ``synchronize()``."""
-        if self.begun:
-            self.synchronize()
-
-    def updated(self) -> None:
-        """The results of the exchange are used up."""
-        self.averaged = self._updating = False
-
-    def begin_anew(self) -> None:  # noqa: D102
-        super().begin_anew()
-        self._updating = False
-
-    def end(self) -> None:
-        """Watch no longer."""
-        super().end()
-        self.unguard()
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def hand_over(self, index: int, p: torch.Tensor) -> None:  # noqa: D102
+    @override
+    def hand_over(self, index: int, p: torch.Tensor) -> None:
         if absent := p.grad is None:
             p.grad = torch.zeros_like(p)  # frozen or unused on this rank in this step; the others may have used it
         gradient = p.grad
@@ -318,11 +248,78 @@ class Steps(Passes, StepWatch):
             gradient = gradient.to_dense()
         result = self.engine.submit(index, gradient, absent=absent)
         values = scattered_values(p.grad) if index in self._sharded else None
-        self._exchanged[index] = Exchanged(p.grad, p.grad._version, result, values)
+        self._handed[index] = HandedOver(p.grad, p.grad._version, result, values)
 
-    def fail(self, error: DGCError, index: int | None = None) -> NoReturn:  # noqa: D102
+    @override
+    def deliver(self) -> None:
+        engine = self.engine
+        engine.finish()
+        for i, handed in self._handed.items():
+            if i in engine.left_alone:
+                self._parameters[i].grad = None
+            elif handed.result is not self._parameters[i].grad:
+                _deliver(self._parameters[i], handed.result)
+
+    @override
+    def results_are_there(self) -> bool:
+        engine: Engine = self.engine
+        if not engine.hands_back():
+            return False
+        for i, p in enumerate(self._parameters):
+            if p.grad is None and i not in engine.left_alone:
+                p.grad = torch.zeros_like(p)  # taken out of the step by hand
+        return True
+
+    @untraced
+    @override
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
+        super().zero_grad(*args, **kwargs)
+        self.engine.results_cleared()
+
+    @override
+    def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         engine: Engine = self.engine
         engine.fail(error, index)
+
+    # -- around step() -------------------------------------------------------------------------------------------------
+
+    @override
+    def ends_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        return vars(optimizer)["synchronize"] == self.synchronize and not self._skipping
+
+    @override
+    def end_exchange(self) -> None:
+        optimizer = self.owner
+        assert optimizer is not None, "it steps"
+        exchanging = self.first_handed_over()
+        if self._skipping:
+            if exchanging is not None:
+                wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
+                self.engine.fail(LayoutError(wrong))
+            return
+        if not self.begun and only_makes_state(optimizer, self._parameters):
+            self.saved.made_state()
+            return
+        if exchanging is not None and self.by_scaler:
+            # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
+            self.fail_changed(exchanging)
+        if self.averaged:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "Put step() into it: the gradients are averaged already",
+                stacklevel=6,
+            )
+        vars(optimizer)["synchronize"]()
+
+    @override
+    def end_exchange_of_closure(self) -> None:
+        if self.begun:
+            self.synchronize()
+
+    @override
+    def end(self) -> None:
+        super().end()
+        self.unguard()
 
 
 def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Updates of the entries that came alone, without a dense result and without the optimizer's pass over the parameters.
+"""Update parameters by the received entries alone: no dense result, no pass of the optimizer over all parameters.
 
 Where the optimizer is a ``torch.optim.SGD`` whose momentum, Nesterov and decay the compressor applies, all that is
 left of its step is ``p <- p - lr * result``. The result is 0 nearly everywhere, and ``p - lr * 0`` is ``p``. The
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -21,22 +20,21 @@ from torch.optim.sgd import sgd
 from dgc.core.exchange.records import EntrySum
 from dgc.torch.tensors import local
 
+# Returns why an optimizer needs dense results in a step; None if it does not.
 Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
-"""Asked in every step why it needs dense results; None if it does not."""
 
 
 class SparseUpdates:
     """Decides in each step whether the sums of entries are deferred, and applies them.
 
-    They are deferred while gradients are not asked for: a script that calls ``synchronize()`` itself gets dense
-    results, written while the backward pass goes on, from the next step on. A script whose second step finds the first
-    one's gradients where they were (set to 0 in place, or added to) gets dense results for good: it needs them there.
+    They are applied where ``step()`` itself ends the exchange; ``.grad`` is None then. A script that calls
+    ``synchronize()`` gets dense results; from its second step on they are written while the backward pass goes on.
 
     Attributes:
         reason: why results are dense; None where updates are sparse.
         applied: whether they were applied, until the next step begins.
         deferred: the sums of some buckets, for :meth:`apply`.
-        obstacle: set by whoever calls :meth:`apply` after the exchange of a step.
+        obstacle: set by the caller of :meth:`apply`.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: bool = True) -> None:
@@ -44,35 +42,28 @@ class SparseUpdates:
         self._unwanted = None if enabled else "sparse_updates=False"
         if enabled and not sparsified:
             self._unwanted = "nothing is sparsified"
-        self._steps_at_once = True  # whether step() exchanges, as far as is known
-        self._sets_to_none: bool | None = None  # whether gradients are cleared so, as far as is known
+        self._ended_in_step = True  # whether step() ended the latest exchange
         self.applied = False
         self._apart: list[int] = []  # addresses of parameters that were found to share no memory
         self.deferred: Sequence[EntrySum] | None = None
         self.obstacle: Obstacle | None = None
         self.reason: str | None = "no step was taken yet"
 
-    def begin(self, optimizer: torch.optim.Optimizer | None, kept: bool | None) -> bool:
+    def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """A step begins; returns whether sums of entries are to be deferred in it."""
-        applied, self.applied, self.deferred = self.applied, False, None
-        if kept is not None:
-            self._sets_to_none = not kept and self._sets_to_none is not False
-        if kept and applied:
-            warnings.warn(
-                "gradients were not cleared after a step() whose results were applied without being written to .grad: "
-                "those of the compressed tensors count as 0 where dense training adds to them. Results are written "
-                "from now on; with sparse_updates=False in the compressor they are from the first step on",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self.applied, self.deferred = False, None
         self.reason = self._refusal(optimizer)
         return self.reason is None
 
-    def concluded(self, optimizer: torch.optim.Optimizer | None, in_step: bool) -> bool:
-        """The exchange of a step is over; returns whether deferred sums will be applied instead of being written."""
-        self._steps_at_once = in_step
-        # The optimizer may have got a reason since the step began; where there was one, nothing is deferred.
-        return in_step and self.reason is None and self.obstacle is not None and not self.obstacle(optimizer)
+    def will_apply(self, optimizer: torch.optim.Optimizer | None, in_step: bool) -> bool:
+        """Return whether the deferred sums of an exchange that has ended are applied instead of being written."""
+        self._ended_in_step = in_step
+        # The optimizer may have got an obstacle since the step began; where there was one, nothing is deferred.
+        if not in_step or self.reason is not None or self.obstacle is None or self.obstacle(optimizer):
+            return False
+        if any(_is_part(p.grad) for p in self._parameters):
+            self.reason = "a gradient is a part of a larger tensor, in which the script may look for the results"
+        return self.reason is None
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters by the deferred sums, if any, and let their ``.grad`` be None."""
@@ -109,11 +100,11 @@ class SparseUpdates:
             self._apart = addresses
         if (refused := self.obstacle(optimizer)) is not None:
             return refused
-        if self._sets_to_none is None:
-            return "how gradients are cleared shows in the second step"
-        if not self._sets_to_none:
-            return "gradients are not set to None between steps"
-        return None if self._steps_at_once else "synchronize() is called before step()"
+        return None if self._ended_in_step else "synchronize() is called before step()"
+
+
+def _is_part(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:

@@ -217,11 +217,13 @@ class ZeroRedundancyOptimizer(Optimizer):
                     "step(closure) of a sharded optimizer inside Horovod's DistributedOptimizer would update by "
                     "gradients that are not averaged: call the closure, then step() without it"
                 )
-            arguments = () if closure is None else (closure,)
             _require_same_ranks(self, self._job)
             self._require_known_parameters()
+            with torch.enable_grad():
+                loss = None if closure is None else closure()  # which may change the groups' options
             _copy_options(self.param_groups, self.optim.param_groups)
-            results.append(self.optim.step(*arguments, **kwargs))
+            returned = self.optim.step(**kwargs)
+            results.append(returned if closure is None else loss)
             _copy_options(self.optim.param_groups, self.param_groups)
             return {**self._options(), "states loaded": self._loads}
 

@@ -398,7 +398,7 @@ def what_is_not_cleared_is_refused():
 
     for view in (False, True):
         for steps, match in (
-            (accumulating, r"backward\(\) ran after synchronize\(\) without step\(\) or zero_grad"),
+            (accumulating, r"call optimizer.zero_grad\(\) after each step\(\).*no_sync"),
             (twice, r"again without a backward pass"),
             (local, r"inside no_sync\(\)"),
         ):

@@ -276,6 +276,7 @@ def mistakes_are_errors_on_every_rank():
         compression.close()
 
     def between(optimizer, compression, model):
+        optimizer.zero_grad()
         loss_of(model, 0).backward()
         dgc.join(compression)
 

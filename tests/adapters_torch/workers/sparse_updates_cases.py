@@ -349,23 +349,7 @@ def hooks_after_the_step_see_its_gradients():
 
 
 @case
-def gradients_that_are_kept_are_there():
-    def zeroed_by_hand(optimizer, model, step):
-        loss_of(model, step).backward()
-        optimizer.step()
-        for p in model.parameters():
-            if p.requires_grad:
-                p.grad.zero_()
-
-    def never_cleared(optimizer, model, step):
-        loss_of(model, step).backward()
-        optimizer.step()
-
-    def seldom_cleared(optimizer, model, step):
-        if step % 4 == 0:
-            optimizer.zero_grad()
-        never_cleared(optimizer, model, step)
-
+def gradients_in_a_buffer_of_the_script_are_written_there():
     flats = {}
 
     def in_one_buffer(optimizer, model, step):
@@ -375,31 +359,29 @@ def gradients_that_are_kept_are_there():
             for p, part in zip(ours, flats[id(optimizer)].split([p.numel() for p in ours]), strict=True):
                 p.grad = part.view_as(p)
         flats[id(optimizer)].zero_()
-        never_cleared(optimizer, model, step)
+        loss_of(model, step).backward()
+        optimizer.step()
 
-    for train in (zeroed_by_hand, never_cleared, seldom_cleared, in_one_buffer):
-        for way in "ab":
-            *_, compression = both(
-                train, way=way, optimizer=lambda m: sgd(m, lr=0.001, momentum=0.0), sparse=False, steps=10
-            )
-            assert compression.describe()["updates"] == "dense: gradients are not set to None between steps"
+    for way in "ab":
+        *_, compression = both(in_one_buffer, way=way, optimizer=partial(sgd, lr=0.001), sparse=False, steps=10)
+        assert "part of a larger tensor" in compression.describe()["updates"]
 
 
 @case
-def gradients_that_are_kept_all_of_a_sudden_are_told():
-    model = make_model(width=128)
-    optimizer, compression = wrap("b", model, sgd(model, momentum=0.0), **SPARSE)
-    for step in range(3):
-        plain(optimizer, model, step)
-    assert compression.describe()["updates"] == "sparse"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(3, 6):
-            loss_of(model, step).backward()
-            optimizer.step()
-    told = [str(w.message) for w in caught if "gradients were not cleared" in str(w.message)]
-    assert len(told) == 1, told
-    assert compression.describe()["updates"].startswith("dense: gradients are not set to None")
+def a_backward_pass_after_results_that_were_not_written_is_refused():
+    """Where dense training adds to all of them."""
+    for way in "ab":
+        model = make_model(width=128)
+        optimizer, compression = wrap(way, model, sgd(model, momentum=0.0), **SPARSE)
+        plain(optimizer, model, 0)
+        assert compression.describe()["updates"] == "sparse"
+
+        def again():
+            loss_of(model, 1).backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+
+        on_every_rank(dgc.ConfigError, "with sparse_updates=False in the compressor all are written", again)
+        compression.close()
 
 
 @case

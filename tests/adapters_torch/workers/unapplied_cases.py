@@ -72,6 +72,7 @@ def a_refused_step_is_returned_once():
     """A non-finite gradient: refused by the compressor, skipped by the user."""
     for way, model, optimizer, compression in each_way(**EXACT):
         train(optimizer, model, 2)
+        optimizer.zero_grad()
         (loss_of(model, 2) * (float("nan") if hvd.rank() else 1)).backward()
         optimizer.synchronize()
         assert compression.stats.refused_steps == 1

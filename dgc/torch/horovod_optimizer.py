@@ -1,8 +1,8 @@
 """Horovod's own ``DistributedOptimizer`` with our compressor: its calls of ``compress`` and ``decompress``.
 
 Horovod hands each gradient to ``compress()``, reduces the one-element placeholder that comes back, and puts what
-``decompress()`` returns into ``.grad``. All that this asks for is here and in ``horovod.py``: which optimizer is
-calling, and the placeholders.
+``decompress()`` returns into ``.grad``. The rest of what Horovod's optimizer needs is in ``horovod.py``: which
+optimizer is calling, and the placeholders.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import check_placeholder
 from dgc.core.checks import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 from dgc.torch.engine import Engine
+from dgc.torch.front_end import CHANGED, Closure, FrontEnd
 from dgc.torch.horovod import Placeholders, find_owner, wait_for
-from dgc.torch.step import CHANGED, Closure, StepWatch, is_changed
+from dgc.torch.optimizer_methods import is_newer
 from dgc.torch.untraced import untraced
 
 
@@ -27,8 +29,8 @@ class _WrappedTwice(ConfigError):
     """Raised in the backward pass: the script steps one of two optimizers, perhaps the other one."""
 
 
-class HorovodSteps(StepWatch):
-    """What the engine needs to know of an optimizer that ``hvd.DistributedOptimizer`` made, from its own fields.
+class HorovodFrontEnd(FrontEnd):
+    """Reads the state of an optimizer that ``hvd.DistributedOptimizer`` made from that optimizer's own fields.
 
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
 
@@ -50,33 +52,44 @@ class HorovodSteps(StepWatch):
     def _optimizer(self) -> Any:
         return self.owner
 
-    def own(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: D102
+    @override
+    def own(self, optimizer: torch.optim.Optimizer) -> None:
         _refuse_adasum(optimizer)
         super().own(optimizer)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:  # noqa: D102
-        if self.owns(optimizer):
-            _refuse_adasum(optimizer)
-        return super().before_step(optimizer, closure)
-
-    def owns(self, optimizer: torch.optim.Optimizer) -> bool:  # noqa: D102
+    @override
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         if (owner := self.owner) is not None:
             return optimizer is owner
         compressor = vars(optimizer).get("_compression")
         return compressor is not None and compressor is self._compressor()
 
     @property
-    def begun(self) -> bool:  # noqa: D102
+    def begun(self) -> bool:  # type: ignore[override]
+        """Whether Horovod's optimizer has gradients for a step that is not exchanged yet."""
         o = self._optimizer if self.drives else None
         return o is not None and (bool(o._handles) or not self._all_left(o))
 
     @property
-    def averaged(self) -> bool:  # noqa: D102
+    def averaged(self) -> bool:  # type: ignore[override]
+        """Whether Horovod's optimizer has exchanged gradients, and no backward pass has run after that."""
         o = self._optimizer if self.drives else None
         return o is not None and o._synchronized and self._all_left(o)
 
+    @averaged.setter
+    def averaged(self, value: bool) -> None:
+        """Horovod's own field is the truth."""
+
     def _all_left(self, o: Any) -> bool:
         return all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
+
+    @property
+    def hands_over_at_once(self) -> bool:
+        """Whether Horovod's optimizer hands over each gradient as it arrives, so that the first one is a step's first.
+
+        It does not if it adds up several backward passes, or waits for groups of gradients.
+        """
+        return self._optimizer.backward_passes_per_step == 1 and not self._optimizer._group_counts
 
     def hand_over(self, index: int, gradient: torch.Tensor) -> bool:
         """Note a gradient that Horovod hands over; returns whether it is zeros of Horovod's, as this rank has none.
@@ -97,21 +110,28 @@ class HorovodSteps(StepWatch):
         """The step's first result is asked for; the index of a gradient that was changed or replaced since, or None."""
         handed, self._handed, self._begun_without = self._handed, {}, None
         for index, (gradient, version) in handed.items():
-            if is_changed(self.engine.parameters[index], gradient, version):
+            if self.engine.parameters[index].grad is not gradient or is_newer(gradient, version):
                 return index
         return None
 
-    def before_update(self, closure: bool) -> None:
-        """Horovod has made gradients of what no rank has any of; Adam would move those parameters."""
+    @override
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:
+        if self.owns(optimizer):
+            _refuse_adasum(optimizer)
+        return super().before_step(optimizer, closure)
+
+    @override
+    def ends_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self.drives and "synchronize" not in vars(optimizer)
+
+    @override
+    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        # Horovod makes gradients for parameters of which no rank has one; Adam would move those.
         for index in () if self.begun else self.engine.left_alone:
             self.engine.parameters[index].grad = None
+        super().begin_update(optimizer)
 
-    @property
-    def in_step(self) -> bool:
-        """Whether Horovod's ``step()`` exchanges now, and nothing of the script's stands in between."""
-        o = self._optimizer if self.drives else None
-        return o is None or (self.plain_step and "synchronize" not in vars(o))
-
+    @override
     def give_up(self) -> None:
         """Forget the backward passes since the last step; after one of an exchange the next step is an error.
 
@@ -153,7 +173,7 @@ class HorovodCompressor(CompressorBase[Engine]):
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
         super().__init__(options, algorithm)
         self._placeholders = Placeholders()
-        self._steps: HorovodSteps | None = None
+        self._front_end: HorovodFrontEnd | None = None
 
     @untraced
     def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
@@ -172,14 +192,14 @@ class HorovodCompressor(CompressorBase[Engine]):
         )
         if engine is None:
             return tensor, None  # a process set of one rank, in which Horovod calls as well
-        steps = self._steps
-        if steps is not None and steps.lost:
+        front_end = self._front_end
+        if front_end is not None and front_end.lost:
             raise ConfigError(
                 "a step has failed after its exchange had begun, which Horovod's own optimizer cannot take back: build "
                 "model, optimizer and compressor anew, or restart the job; dgc.torch.DistributedOptimizer goes on "
                 "after reset()"
             )
-        if steps is not None and self._pending_error is None and steps.averaged and engine.is_done():
+        if front_end is not None and self._pending_error is None and front_end.averaged and engine.hands_back():
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
             placeholder = self._placeholders.take()
             engine.stats.add_sent(placeholder.nbytes)
@@ -216,7 +236,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         if self._pending_error is not None:
             error, self._pending_error = self._pending_error, None
             raise error
-        changed = None if self._steps is None else self._steps.take_back()
+        changed = None if self._front_end is None else self._front_end.take_back()
         if changed is not None:
             self.engine.fail(LayoutError(CHANGED.format(self.engine.names[changed])), changed)
         check_placeholder(reduced, op=self.config.op, size=self.engine.transport.size)
@@ -224,29 +244,31 @@ class HorovodCompressor(CompressorBase[Engine]):
         result: torch.Tensor = ctx
         return result
 
-    def reset(self) -> None:  # noqa: D102
+    @override
+    def reset(self) -> None:
         self._abandon()
         super().reset()
         self._give_up()
 
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:  # noqa: D102
+    @override
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:
         self._abandon()
         super().load_state_dict(state, resize)
         self._give_up()
 
     def _abandon(self) -> None:
         through = self.engine is not None and self.engine.abandon()
-        if self._steps is not None:
-            self._steps.all_handed_over = through
+        if self._front_end is not None:
+            self._front_end.all_handed_over = through
 
     def _give_up(self) -> None:
         """Let the optimizer forget a step that an error or an exception left half done."""
         self._pending_error = None
-        if self.engine is not None and self.engine.watch.begun:
-            self.engine.watch.give_up()
+        if self.engine is not None and self.engine.front_end.begun:
+            self.engine.front_end.give_up()
 
     def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
-        if self._steps is None or not self._steps.drives:
+        if self._front_end is None or not self._front_end.drives:
             self._bind_caller(engine)
         index = self._locate(engine, tensor)
         if index is None:
@@ -258,21 +280,24 @@ class HorovodCompressor(CompressorBase[Engine]):
                 )
             )
         # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
-        absent = self._steps is not None and self._steps.hand_over(index, tensor)
+        assert self._front_end is not None, "it has bound the caller"
+        if not engine.in_step and self._front_end.hands_over_at_once:
+            engine.refuse_results(index)
+        absent = self._front_end.hand_over(index, tensor)
         return engine.submit(index, tensor, absent=absent)
 
-    def _watch_horovod(self, engine: Engine) -> HorovodSteps:
+    def _follow_horovod(self, engine: Engine) -> HorovodFrontEnd:
         """Follow the steps of the optimizer that Horovod makes with this compressor."""
-        if self._steps is None:
-            self._steps = HorovodSteps(engine, self)
-        return self._steps
+        if self._front_end is None:
+            self._front_end = HorovodFrontEnd(engine, self)
+        return self._front_end
 
     def _bind_caller(self, engine: Engine) -> None:
         owner: Any = find_owner(self)
-        steps = self._watch_horovod(engine)
-        steps.own(owner)
-        steps.drives = True
-        if any(other.begun for other in steps.others()):
+        front_end = self._follow_horovod(engine)
+        front_end.own(owner)
+        front_end.drives = True
+        if any(other.begun for other in front_end.others()):
             raise _WrappedTwice(
                 "two distributed optimizers exchange the gradients of one backward pass, since hooks of both are on "
                 "the parameters: wrap one optimizer, once, and for another one build the model anew"

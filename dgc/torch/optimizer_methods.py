@@ -1,4 +1,8 @@
-"""What dgc's optimizers for torch share, dense or compressed: backward passes are counted, and Horovod's methods."""
+"""Horovod's methods on a user's optimizer, compressed or dense: ``synchronize``, ``skip_synchronize``, ``zero_grad``.
+
+Backward passes are counted for each parameter. After the last one its gradient is handed over, and must not change
+until the results are there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ import torch
 
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.distributed import ddp_over
-from dgc.torch.step import CHANGED, has_unscaled, is_changed
+from dgc.torch.front_end import CHANGED
+from dgc.torch.scaler import has_unscaled
 from dgc.torch.tensors import is_sharded, scattered_values
 from dgc.torch.untraced import untraced, weakly
 
@@ -20,24 +25,40 @@ _IN_DDP = (
     "call dgc.ddp.register(model, optimizer, compression), or leave DistributedDataParallel out"
 )
 
-_all: weakref.WeakSet[Passes] = weakref.WeakSet()
-"""Wrapping another optimizer over the same parameters ends theirs."""
+# Wrapping another optimizer over the same parameters ends theirs.
+_all: weakref.WeakSet[OptimizerMethods] = weakref.WeakSet()
 
 
-class Exchanged(NamedTuple):
-    """A gradient whose exchange has begun, in which it must not change, its version then, and where its result goes.
+class HandedOver(NamedTuple):
+    """A gradient that is being exchanged: the tensor, its version at the start, and the tensor for the result.
 
-    Whether the exchange has read a gradient before or after a change of it is a matter of chance.
+    It must not change: the exchange may have read it before a change, or after it.
     """
 
     gradient: torch.Tensor
     version: int
     result: torch.Tensor
-    values: torch.Tensor | None  # a few, of a sharded one, whose version does not always rise
+    values: torch.Tensor | None  # a few values of a sharded gradient, whose version does not always rise
+
+    def is_changed(self, p: torch.Tensor) -> bool:
+        """Return whether the parameter's gradient was replaced, or changed in place since then."""
+        if p.grad is not self.gradient or is_newer(self.gradient, self.version):
+            return True
+        if self.values is None:
+            return False
+        now = scattered_values(p.grad)
+        return not torch.allclose(now, self.values, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-class Passes:
-    """One optimizer's parameters: a gradient is handed over after so many backward passes, and waited for in a step.
+def is_newer(gradient: torch.Tensor, version: int) -> bool:
+    """Return whether a gradient was changed in place since it had this version."""
+    if gradient._version == version:
+        return False
+    return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes  # parts of a buffer share one
+
+
+class OptimizerMethods:
+    """One optimizer's methods; a subclass hands over its gradients and delivers the results.
 
     Attributes:
         begun: whether a backward pass has run for a step that is not exchanged yet.
@@ -55,7 +76,7 @@ class Passes:
         """Begin, with the parameters whose gradients are exchanged; another optimizer's exchange of them ends."""
         self._parameters, self._names = parameters, names
         self._sharded = {i for i, p in enumerate(parameters) if is_sharded(p)}
-        self._exchanged: dict[int, Exchanged] = {}  # by index
+        self._handed: dict[int, HandedOver] = {}  # by index
         self._guarded: dict[int, Any] = {}  # by id of a DistributedDataParallel: its hook
         self._guard()
         self.begin_anew()
@@ -67,7 +88,28 @@ class Passes:
                 other.unguard()
         _all.add(self)
 
-    # -- Horovod's methods -----------------------------------------------------------------------------------------
+    # -- a subclass has its own --------------------------------------------------------------------------------------
+
+    def hand_over(self, index: int, p: torch.Tensor) -> None:
+        """Begin the exchange of a gradient, and remember it in ``_handed``."""
+        raise NotImplementedError
+
+    def deliver(self) -> None:
+        """Wait for the results of all gradients, and put them into ``.grad``."""
+        raise NotImplementedError
+
+    def step_begins(self, index: int | None) -> None:
+        """Look at the gradients before the first one of a step is used: of this parameter, or None: of no new pass."""
+
+    def results_are_there(self) -> bool:
+        """Return whether the results of the latest exchange can be handed back once more."""
+        return True
+
+    def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
+        """Raise an error about a gradient."""
+        raise error
+
+    # -- Horovod's methods -------------------------------------------------------------------------------------------
 
     @untraced
     def synchronize(self) -> None:
@@ -82,13 +124,15 @@ class Passes:
             raise ConfigError(
                 "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
             )
-        if self.averaged and self.is_done():
+        if self.averaged and self.results_are_there():
             return
         self.averaged = False
+        if not self.begun:
+            self.step_begins(None)
         for i, p in enumerate(self._parameters):
-            if i not in self._exchanged:
+            if i not in self._handed:
                 self.hand_over(i, p)
-        self.require_unchanged()
+        self._require_unchanged()
         self.deliver()
         self.begin_anew()
         self.averaged = True
@@ -126,13 +170,13 @@ class Passes:
         if (optimizer := self._owner()) is not None:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)
 
-    # -- steps -----------------------------------------------------------------------------------------------------
+    # -- backward passes ---------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """Expect the first backward pass of a step: one is over, or a state was loaded into the optimizer."""
-        self._exchanged = {}
+        self._handed = {}
         if (optimizer := self._owner()) is not None:
-            self._passes = vars(optimizer)["backward_passes_per_step"]  # which scripts set
+            self._passes = vars(optimizer)["backward_passes_per_step"]  # scripts set it
         self._left = [self._passes] * len(self._parameters)  # passes until a gradient is handed over
         self.begun = self.averaged = False
 
@@ -140,22 +184,6 @@ class Passes:
         """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
         self.begin_anew()
         self._skipping = False
-
-    def hand_over(self, index: int, p: torch.Tensor) -> None:
-        """Begin the exchange of a gradient, and remember it in ``_exchanged``."""
-        raise NotImplementedError
-
-    def is_done(self) -> bool:
-        """Whether the results are still those of the latest exchange."""
-        return True
-
-    def deliver(self) -> None:
-        """Wait for the results of all gradients, and put them into ``.grad``."""
-        raise NotImplementedError
-
-    def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
-        """Raise an error about a gradient."""
-        raise error
 
     @untraced
     def arrived(self, index: int, p: torch.Tensor) -> None:
@@ -170,7 +198,9 @@ class Passes:
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
-        self.begun, self.averaged = True, False
+        if not self.begun:
+            self.begun, self.averaged = True, False
+            self.step_begins(index)
         self._left[index] -= 1
         if self._left[index] == 0:
             self.hand_over(index, p)
@@ -182,7 +212,7 @@ class Passes:
                 self._guarded[id(ddp)] = ddp.register_forward_pre_hook(weakly(self._refuse_ddp))
 
     def unguard(self) -> None:
-        """Let a DistributedDataParallel over these parameters alone again."""
+        """Allow the forward pass of a DistributedDataParallel over these parameters again."""
         while self._guarded:
             self._guarded.popitem()[1].remove()
 
@@ -190,26 +220,20 @@ class Passes:
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync and self._owner() is not None:
             self.fail(ConfigError(_IN_DDP))
 
-    def first_exchanging(self) -> int | None:
-        """The index of a gradient that must not change now."""
-        return next(iter(self._exchanged), None)
+    def first_handed_over(self) -> int | None:
+        """Return the index of a gradient that must not change now, if there is one."""
+        return next(iter(self._handed), None)
 
-    def require_unchanged(self) -> None:
-        """Before the results are waited for: refuse gradients that were touched since their exchange began."""
-        first, optimizer = self.first_exchanging(), self._owner()
+    def _require_unchanged(self) -> None:
+        first, optimizer = self.first_handed_over(), self._owner()
         # The scaler divides gradients without a new version.
         if self._scaler and first is not None and optimizer and has_unscaled(self._scaler, optimizer):
             self.fail_changed(first)
         for index, p in enumerate(self._parameters):
-            gradient, before = p.grad, self._exchanged[index]
-            if gradient is None:
+            if p.grad is None:
                 name = self._names[index]
                 self.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
-            changed = is_changed(p, before.gradient, before.version)
-            if before.values is not None:
-                now = scattered_values(gradient)
-                changed |= not torch.allclose(now, before.values, rtol=0.0, atol=0.0, equal_nan=True)
-            if changed:
+            if self._handed[index].is_changed(p):
                 self.fail_changed(index)
 
     def fail_changed(self, index: int) -> NoReturn:
@@ -220,7 +244,7 @@ class Passes:
 
 
 def refuse_copy(protocol: SupportsIndex) -> NoReturn:
-    """Neither ``copy`` nor ``pickle``; both look this up on the instance."""
+    """Refuse ``copy`` and ``pickle``; both look this up on the instance."""
     raise TypeError(
         "a DistributedOptimizer cannot be copied or pickled: the copy's gradients would not be averaged. Build a new "
         "optimizer, wrap it, and hand it this one's state with load_state_dict(optimizer.state_dict())"

@@ -1,0 +1,59 @@
+"""What the exchange needs of a ``GradScaler``: its scale, and whether it has divided gradients already."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dgc.torch.horovod import stepping_scaler
+
+# torch.amp has it since 2.3.
+_Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
+
+
+def read_scale(scaler: Any) -> float | Callable[[], float]:
+    """Return the scale of this step's gradients, or, of a scaler on a GPU, a function that waits for it."""
+    scale = getattr(scaler, "_scale", None)
+    if not (isinstance(scale, torch.Tensor) and scale.is_cuda and scaler.is_enabled()):
+        return scaler.get_scale()
+    return _read_later(scale)
+
+
+def _read_later(scale: torch.Tensor) -> Callable[[], float]:
+    """Begin to copy one value from a GPU; return a function that waits for it without spinning."""
+    host = torch.empty(scale.shape, dtype=scale.dtype, pin_memory=True)
+    host.copy_(scale, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(scale.device))
+
+    def value() -> float:
+        event.synchronize()
+        return float(host.item())
+
+    return value
+
+
+def steps_by_scaler() -> bool:
+    """Return whether a GradScaler steps the optimizer that is about to step."""
+    scaler = stepping_scaler(_Scaler)
+    return scaler is not None and scaler.is_enabled()
+
+
+def has_unscaled(scaler: object, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a GradScaler has divided the gradients of an optimizer since its latest ``update()``."""
+    states = scaler._per_optimizer_states if isinstance(scaler, _Scaler) and scaler.is_enabled() else {}
+    return bool(states.get(id(optimizer), {}).get("found_inf_per_device"))
+
+
+def warn_of_unknown_scaler() -> None:
+    """Warn that a scaler steps an optimizer; no error: a script may divide its gradients before they are exchanged."""
+    warnings.warn(
+        "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "
+        "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "
+        "different scales. Pass it to the compressor: Compression.dgc(loss_scale=scaler)",
+        RuntimeWarning,
+        stacklevel=4,
+    )
