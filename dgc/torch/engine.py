@@ -34,17 +34,14 @@ from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samp
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
-_LEFT = (
-    "call optimizer.zero_grad() after each step(): .grad still holds results of the last exchange, {}, and cannot take "
-    "in another gradient. To add up gradients use backward_passes_per_step (DDP: no_sync()); {}"
-)
+# Short: a small message that tells the other ranks of it holds some 200 characters.
 _VELOCITY = (
-    "with the momentum and weight decay that the compressor applies",
-    "with momentum=0 in the compressor both stay in the optimizer",
+    "call optimizer.zero_grad() after each step(): .grad still holds results with the compressor's momentum or decay. To "
+    "add up gradients use backward_passes_per_step, no_sync() (DDP), or momentum=0 in the compressor"
 )
 _UNWRITTEN = (
-    "though not of all tensors: those that were sent sparsely are applied without being written there",
-    "with sparse_updates=False in the compressor all are written",
+    "call optimizer.zero_grad() after each step(), or give the compressor sparse_updates=False: .grad still holds "
+    "results, but not of all tensors"
 )
 _LOOKED_AT = 2**20  # elements: results that a script has left stand in the smallest tensors, too
 
@@ -313,7 +310,7 @@ class Engine(EngineBase):
             seen += gradient.numel()
             if bool(local(gradient).any()):
                 why = _VELOCITY if self.adoption.has_velocity else _UNWRITTEN
-                self.fail(ConfigError(_LEFT.format(*why)), i)
+                self.fail(ConfigError(why), i)
 
     def hands_back(self) -> bool:
         """Return whether another ``synchronize()`` hands back the latest results; the ranks compare them once."""

@@ -134,8 +134,7 @@ class FrontEnd:
     def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:
         """Exchange before an optimizer's ``step()``, or once its closure returns; returns the closure to be called."""
         if not self.owns(optimizer):
-            if not (self._stepping or self._replaced) and not self._ids.isdisjoint(_members(optimizer)):
-                self.engine.adoption.refuse_another(optimizer)
+            self._refuse_stranger(optimizer)
             return closure
         self._stepping = True
         if self._updating:  # step() of a class of the user's, or of Horovod's, calls super().step()
@@ -155,6 +154,12 @@ class FrontEnd:
         self.end_exchange()
         self.begin_update(optimizer)
         return None
+
+    def _refuse_stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._stepping or self._replaced or hasattr(optimizer, "skip_synchronize"):
+            return  # a part of the owner, or one that exchanges these gradients itself and refuses what is wrong
+        if not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+            self.engine.adoption.refuse_another(optimizer)
 
     def update_ended(self) -> None:
         """The next step has begun: an update that an exception ended is over, too."""
@@ -201,10 +206,6 @@ def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int]) ->
                     "compressor was built but has one now, which is not averaged: build a new optimizer and "
                     "wrap it after adding or unfreezing parameters"
                 )
-
-
-def _members(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _of(ids: set[int]) -> list[FrontEnd]:

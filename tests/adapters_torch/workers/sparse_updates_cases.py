@@ -380,7 +380,7 @@ def a_backward_pass_after_results_that_were_not_written_is_refused():
             loss_of(model, 1).backward()  # noqa: B023
             optimizer.step()  # noqa: B023
 
-        on_every_rank(dgc.ConfigError, "with sparse_updates=False in the compressor all are written", again)
+        on_every_rank(dgc.ConfigError, "give the compressor sparse_updates=False", again)
         compression.close()
 
 

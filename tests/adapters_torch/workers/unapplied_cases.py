@@ -63,7 +63,7 @@ def gradients_are_not_added_to_a_velocity():
             loss_of(model, 3).backward()
             optimizer.step()
 
-        on_every_rank(dgc.ConfigError, "cannot take in another gradient", again, f"{way} {options}")
+        on_every_rank(dgc.ConfigError, "results with the compressor's momentum or decay", again, f"{way} {options}")
         assert torch.equal(flat(model), before)
 
 

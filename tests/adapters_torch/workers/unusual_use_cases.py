@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 import warnings
 from functools import partial
@@ -53,12 +54,20 @@ def a_broadcast_after_loading_changes_nothing():
 
 
 @case
-def another_optimizer_over_the_same_parameters_is_left_alone():
-    for _, model, optimizer, _ in each_way(sparsity=0.9):
+def an_optimizer_that_was_not_bound_is_refused_where_the_compressor_has_momentum():
+    for way, momentum in itertools.product("ab", (0.9, 0.0)):
+        model = make_model()
+        optimizer, compression = wrap(way, model, sgd(model, momentum=momentum), sparsity=0.9)
         train(optimizer, model, 2)
         other = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.8, weight_decay=0.1)
-        other.step()
+        before = flat(model).clone()
+        if momentum:
+            on_every_rank(dgc.ConfigError, "of the optimizer that was bound", other.step, way)
+            assert torch.equal(flat(model), before)
+        else:
+            other.step()
         assert (other.param_groups[0]["momentum"], other.param_groups[0]["weight_decay"]) == (0.8, 0.1)
+        compression.close()
 
 
 @case
@@ -288,6 +297,7 @@ def a_second_optimizer_over_the_same_parameters():
     model.zero_grad()
     train(second, model, 3)
     assert worst_difference(model, expected) <= 1e-5
+    model.zero_grad()
     loss_of(model, 8).backward()
     on_every_rank(dgc.ConfigError, "wrapped since", first.step)
 
