@@ -36,8 +36,8 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 # Short: a small message that tells the other ranks of it holds some 200 characters.
 _VELOCITY = (
-    "call optimizer.zero_grad() after each step(): .grad still holds results with the compressor's momentum or decay. To "
-    "add up gradients use backward_passes_per_step, no_sync() (DDP), or momentum=0 in the compressor"
+    "call optimizer.zero_grad() after each step(): .grad still holds results with the compressor's momentum or decay. "
+    "To add up gradients use backward_passes_per_step, no_sync() (DDP), or momentum=0 in the compressor"
 )
 _UNWRITTEN = (
     "call optimizer.zero_grad() after each step(), or give the compressor sparse_updates=False: .grad still holds "

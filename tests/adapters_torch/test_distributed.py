@@ -76,6 +76,7 @@ for _ in range(5):
     optimizer.zero_grad()
     model(torch.randn(4, 256)).sum().backward()
     optimizer.step()
+optimizer.zero_grad()
 model(torch.randn(4, 256)).sum().backward()
 raise ValueError("buckets are under way")
 """
