@@ -116,6 +116,7 @@ lint: setup ## ruff, mypy (strict on core, transport and adapter) and the import
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy dgc
+	$(BIN)/python tools/write_signatures.py --check
 	MYPYPATH=benchmarks:benchmarks/chaos $(BIN)/mypy --explicit-package-bases --follow-imports=silent --exclude benchmarks/tests benchmarks
 	$(BIN)/lint-imports
 

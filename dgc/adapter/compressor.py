@@ -25,7 +25,8 @@ from dgc.adapter.engine import (
     warn_of_dropped,
 )
 from dgc.adapter.job import Horovod, Job, ProcessSet, errors_on_all_ranks, same_set
-from dgc.adapter.signatures import Compressor, Constructors, Optimizer, Tensors, refused_uncalled
+from dgc.adapter.options import AdapterOptions, Compressor, Optimizer, Tensors, refused_uncalled
+from dgc.adapter.signatures import Constructors
 from dgc.core.checks import as_loss_scale, brief, no_compressor, require_compressor
 from dgc.core.collectives import Transport
 from dgc.core.compressors import compressor_class, compressor_names, make_config
@@ -34,9 +35,6 @@ from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.records import Stats
 from dgc.core.state import require_op
 from dgc.errors import ConfigError, LayoutError
-
-ADAPTER_OPTIONS = ("transport", "loss_scale", "process_set")
-"""Options that concern one rank's surroundings, not the mathematics that all ranks must share."""
 
 EngineT = TypeVar("EngineT", bound=EngineBase)
 
@@ -60,15 +58,16 @@ class CompressorBase(Generic[EngineT]):
         """Check the options of the compressor that ``algorithm`` names; what is compressed comes with ``bind``."""
         self.given_options = dict(options)
         options = dict(options)
-        self._adapter = {name: options.pop(name) for name in ADAPTER_OPTIONS if name in options}
+        names = [field.name for field in dataclasses.fields(AdapterOptions)]
+        self._adapter = AdapterOptions(**{name: options.pop(name) for name in names if name in options})
         self._op_was_given = "op" in options
         op = options.get("op", "average")
         options["op"] = str(op).lower() if self._job is None else self._job.op_name(op)
         try:
             self.config: DGCConfig = make_config(options, algorithm=algorithm)
         except TypeError as error:
-            raise TypeError(f"{error}, {', '.join(ADAPTER_OPTIONS)}") from None
-        self._loss_scale = self._read_loss_scale(self._adapter.get("loss_scale", 1.0))
+            raise TypeError(f"{error}, {', '.join(names)}") from None
+        self._loss_scale = self._read_loss_scale(self._adapter.loss_scale)
         self.engine: EngineT | None = None
         self._observers: list[Observer] = []
         self.is_bound, self.generation = False, 0
@@ -104,13 +103,13 @@ class CompressorBase(Generic[EngineT]):
     def job(self, process_set: ProcessSet | None = None) -> Job:
         """The ranks that exchange, as :meth:`process_set` chooses them."""
         assert self._job is not None
-        return self._job.of(self._adapter.get("process_set"), process_set)
+        return self._job.of(self._adapter.process_set, process_set)
 
     def errors_on_all_ranks(self, process_set: ProcessSet | None = None) -> contextlib.AbstractContextManager[None]:
         """Raise an error of the ``with`` block on all ranks, which may wait in ``bind``."""
         assert self._job is not None
-        own = self._adapter.get("process_set")
-        return errors_on_all_ranks(self._job, own, process_set, transport=self._adapter.get("transport", "auto"))
+        own = self._adapter
+        return errors_on_all_ranks(self._job, own.process_set, process_set, transport=own.transport)
 
     def _bind(
         self,
@@ -125,7 +124,7 @@ class CompressorBase(Generic[EngineT]):
         assert not self.is_bound
         assert self._job is not None
         transport: Transport | None = None
-        choice = self._adapter.get("transport", "auto")
+        choice = self._adapter.transport
         try:
             self._job.require_ready()
             job = self.job(process_set)

@@ -1,17 +1,14 @@
-"""What each constructor of ``Compression`` takes, for readers, editors and type checkers.
+"""The constructors of ``Compression``, for readers, editors and type checkers.
 
-Options are checked by :func:`dgc.core.compressors.make_config`. Tests hold names, types, defaults and sentences here
-together with those of the core.
+Written by tools/write_signatures.py: change the options in dgc/core and dgc/adapter/options.py instead.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypedDict, TypeVar, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict
 
-from dgc.core.checks import no_compressor
-from dgc.core.config import DEFAULT_BUCKET_BYTES
+from dgc.adapter.options import Compressor, Optimizer, Tensors, by_name
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,33 +16,12 @@ if TYPE_CHECKING:
     from dgc.adapter.job import ProcessSet
     from dgc.core.collectives import Transport
 
-IndexCodec = Literal["elias_fano", "uint16"]
-"""How the positions of sent entries are coded."""
-ValueCodec = Literal["int2", "int3", "int8", "float16", "float32"]
-"""How values are coded."""
-
-Tensors = TypeVar("Tensors")
-Optimizer = TypeVar("Optimizer")
-Compressor = TypeVar("Compressor")
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class SupportsCompress(Protocol):
-    """What ``compression=`` takes: a compressor of this package, or one of Horovod's."""
-
-    def compress(self, tensor: Any) -> Any:
-        """Return what is sent, and what :meth:`decompress` needs."""
-
-    def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Return the gradient."""
-
-
-Compressing = SupportsCompress | type[SupportsCompress] | None
-"""Horovod's own are classes, which are not called."""
+IndexCodec = Literal["uint16", "elias_fano"]
+ValueCodec = Literal["float16", "float32", "int8", "int3", "int2"]
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options of every compressor, explained at :meth:`Constructors.dgc`, as are those of the next two."""
+    """Options of every compressor; :meth:`Constructors.dgc` explains them."""
 
     rampup_begin_step: int
     local_grad_clip_norm: float | None
@@ -77,26 +53,6 @@ class EntryOptions(FeedbackOptions, total=False):
     momentum_masking: bool | None
 
 
-def refused_uncalled(make: Function) -> Function:
-    """Let a constructor that Horovod's own wrapper got without parentheses say so in the first step."""
-
-    def compress(*_: object) -> NoReturn:
-        raise no_compressor(make)
-
-    vars(make)["compress"] = compress
-    return make
-
-
-def by_name(function: Function) -> Function:
-    """A declared constructor, which hands what its caller gives, and no defaults, to ``_make`` under its own name."""
-
-    @functools.wraps(function)
-    def make(self: Any, *args: Any, **options: Any) -> Any:
-        return self._make(function.__name__, *args, **options)
-
-    return cast("Function", refused_uncalled(make))
-
-
 class Constructors(Generic[Tensors, Optimizer, Compressor]):
     """A constructor for each compressor of this package.
 
@@ -126,7 +82,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         indices: IndexCodec = "elias_fano",
         values: ValueCodec = "int2",
         small: ValueCodec = "int3",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int = 26214400,
         op: Any = "average",
         sparse_updates: bool = True,
         hierarchical: bool | int | Literal["auto"] = False,
@@ -135,6 +91,9 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         process_set: ProcessSet | None = None,
     ) -> Compressor:
         """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
+
+        ``u <- m*u + G; v <- v + u``; of each tensor the k = n * density entries of largest ``|v|`` are sent, and set to
+        0 in u and v (momentum correction and momentum factor masking).
 
         Args:
             parameters: the tensors to compress, for Horovod's own wrappers: ``model.named_parameters()`` in PyTorch,
@@ -145,8 +104,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             rampup_begin_step: The first step that is compressed; gradients of the steps before it are averaged as they
                 are.
             rampup_step: The number of steps in which the list of sparsities is walked through.
-            momentum: The momentum that is corrected; None takes over the optimizer's momentum or Adam's beta1, 0
-                leaves it there.
+            momentum: The momentum that is corrected; None takes over the optimizer's momentum or Adam's beta1, 0 leaves
+                it there.
             nesterov: Whether that momentum is Nesterov's; None takes it over from the optimizer.
             weight_decay: This number times the parameter is added to its gradient; None takes the optimizer's over.
             momentum_masking: Set the momentum of an entry to 0 when the entry is sent; None: yes, but not with
@@ -165,8 +124,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             op: Average, or Sum: Horovod's constant, or the name "average" or "sum".
             sparse_updates: Update only the received entries of the parameters where the optimizer is a plain SGD;
                 False: all of them.
-            hierarchical: The ranks of a node add up their gradients and send as one; "auto": where that saves traffic;
-                or so many.
+            hierarchical: The ranks of a node add up their gradients and send as one; "auto": where that saves traffic.
+                A number: groups of this many neighbouring ranks do.
             transport: What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or
                 torch.distributed.
             loss_scale: By what the loss is multiplied: a number, a function that returns it, or the framework's loss
@@ -188,30 +147,39 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         parameters: Tensors | None = None,
         optimizer: Optimizer | None = None,
         *,
-        sparsity: float | Sequence[float] = 0.99,
-        rampup_step: int = 1,
         threshold: Literal["tensor", "global"] = "tensor",
         headroom: float = 1.5,
+        sparsity: float | Sequence[float] = 0.99,
+        rampup_step: int = 1,
         indices: IndexCodec = "elias_fano",
         values: ValueCodec = "int2",
         **options: Unpack[EntryOptions],
     ) -> Compressor:
-        """Send the entries above a threshold, the others wait in the residual.
+        """Send the entries above a threshold; the others wait in the residual.
+
+        ``x = g + e``; ``x_i`` is sent where ``|x_i| > t``. The threshold t holds back the share R of the entries.
+
+        Departures: with ``threshold="tensor"``, the default here, the k largest entries are chosen exactly instead of
+        by a sampled quantile, so that messages have a fixed size; the paper prefers one threshold for the whole model.
+        With ``threshold="global"``, t is the R-quantile of about 100 000 entries of all buckets in the step before (in
+        the first step, of the bucket's own entries), because a bucket is sent before the gradients of the others are
+        there. A message then has room for ``headroom`` times the entries of an even share; the largest go first, and
+        the rest waits.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            sparsity: The share of entries that are held back in a step; a list is walked through during the ramp-up.
-            rampup_step: The number of steps in which the list of sparsities is walked through.
             threshold: "tensor": the k largest entries of each tensor; "global": one threshold for all tensors.
             headroom: With a global threshold, room in a bucket's message for this many times the entries of an even
                 share.
+            sparsity: The share of entries that are held back in a step; a list is walked through during the ramp-up.
+            rampup_step: The number of steps in which the list of sparsities is walked through.
             indices: How the positions of sent entries are coded.
             values: How the values of sent entries are coded.
-            **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` 0
-                and ``momentum_masking`` False unless given.
+            **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
+                0.0, ``momentum_masking`` is False.
 
-        Source: Aji and Heafield 2017, arXiv 1704.05021.
+        Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample is Marian's.
         """
         raise NotImplementedError
 
@@ -225,15 +193,22 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         max_density: float = 0.01,
         **options: Unpack[EntryOptions],
     ) -> Compressor:
-        """Send entries beyond a fixed threshold as the threshold; what it does not say stays in the residual.
+        """Send entries beyond a fixed threshold as the threshold, with error feedback.
+
+        ``e <- e + g``; where ``e_i > τ``, +τ is sent and ``e_i <- e_i - τ``; where ``e_i < -τ``, -τ is sent and
+        ``e_i <- e_i + τ``. So an entry sends at most τ in a step, however large its residual is. An entry takes one
+        32-bit word: ``index << 1 | positive``.
+
+        Departures: a message has room for ``max_density`` of the elements, so that no sizes are exchanged; if more
+        entries are beyond τ, the largest go first. The optional entropy code of the gaps is left out.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             threshold: The τ of the paper, in units of the gradient; there is no value that suits all models.
             max_density: Room in a message, as a share of the elements; entries beyond it wait.
-            **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` 0
-                and ``momentum_masking`` False unless given.
+            **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
+                0.0, ``momentum_masking`` is False.
 
         Source: Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech.
         """
@@ -245,19 +220,26 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         parameters: Tensors | None = None,
         optimizer: Optimizer | None = None,
         *,
-        sparsity: float | Sequence[float] = 1 - 1 / 64,
+        sparsity: float | Sequence[float] = 0.984375,
         rampup_step: int = 1,
         **options: Unpack[EntryOptions],
     ) -> Compressor:
         """Send a fixed share of the positive and of the negative entries, each as its mean, with error feedback.
+
+        ``x = g + e``. The n+ρ largest of the n+ positive entries are sent and become their mean μ+; the n-ρ smallest of
+        the n- negative entries become μ- (at least one of a sign that occurs). ``e = x - μ±`` where sent, x elsewhere.
+        An entry takes one 32-bit word, ``index << 1 | positive``, a tensor two floats. ρ = 1 - ``sparsity``; its
+        default is LBANN's 1/64.
+
+        Departures: proportions and means are exact instead of sampled, and of a tensor instead of a matrix column.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             sparsity: The share of entries that are held back in a step; a list is walked through during the ramp-up.
             rampup_step: The number of steps in which the list of sparsities is walked through.
-            **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` 0
-                and ``momentum_masking`` False unless given.
+            **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
+                0.0, ``momentum_masking`` is False.
 
         Source: Dryden et al. 2016, "Communication quantization for data-parallel training of deep neural networks",
         MLHPC.
@@ -275,20 +257,30 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         entries_per_bin: float = 5.0,
         **options: Unpack[EntryOptions],
     ) -> Compressor:
-        """Adaptive residual compression: a soft threshold in each bin, signs with one scale a tensor.
+        """Adaptive residual compression: a soft threshold in each bin, signs with one scale per tensor.
+
+        ``G = e + dW``; ``H = G + dW``. In each bin of L_T elements the entries with ``|H_i| >= max|G|`` of the bin are
+        sent as ``s * sign(G_i)``, where s is the mean over the bins of ``max|G|``; ``e = G - s * sign(G)`` where sent,
+        G elsewhere. An entry takes 8 bits (6 for the index in its bin, the sign, the end of the bin) for L_T < 64, else
+        16 (14 for the index). An empty bin takes one unit, unless all bins after it are empty too.
+
+        Departures: a message has room for ``entries_per_bin`` entries per bin on average (5, which gives the paper's
+        rates of 40 for convolutions and 200 for matrices). If that does not suffice, whole bins wait; each step begins
+        at another bin. The paper's two bits of value hold a ternary number; here one of them ends the bin.
+
+        The method is claimed in the patent US 11,295,208.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             conv_bin: Elements in a bin, L_T, of a tensor with more than two dimensions; up to 63 an entry takes 8 bits.
             fc_bin: The same for a matrix.
-            entries_per_bin: Room in a message: so many entries a bin on average; what finds no room waits.
-            **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` 0
-                and ``momentum_masking`` False unless given.
+            entries_per_bin: Room in a message: this many entries per bin on average; entries that find no room wait.
+            **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
+                0.0, ``momentum_masking`` is False.
 
-        The method is claimed in the patent US 11,295,208.
-
-        Source: Chen et al. 2018, arXiv 1712.02679.
+        Source: Chen et al. 2018, "AdaComp: adaptive residual gradient compression for data-parallel distributed
+        training", AAAI, arXiv 1712.02679.
         """
         raise NotImplementedError
 
@@ -301,15 +293,23 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         means: Literal["column", "row", "tensor"] = "column",
         **options: Unpack[FeedbackOptions],
     ) -> Compressor:
-        """Send one bit an entry, its sign; entries of one sign become their mean, with error feedback.
+        """Send one bit per entry, its sign; entries of one sign become their mean, with error feedback.
+
+        ``x = g + e``; bit = (x >= 0). In each column the entries of either sign become their mean (0 if there are
+        none), and ``e = x - mean``. A tensor takes n bits and two floats per column. One of more than two dimensions
+        counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
+        ``means="row"`` costs less there.
+
+        Departure: the paper's ranks quantise the sum a second time, with another residual. Here every rank receives
+        every message and adds them in full precision.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             means: What shares a pair of means: a "column" of the matrix (first dimension x all others), a "row" of it,
                 or the whole "tensor".
-            **options: those of :class:`FeedbackOptions`, explained at :meth:`dgc`; ``small`` is "float32" and
-                ``momentum`` 0 unless given.
+            **options: those of :class:`FeedbackOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum``
+                is 0.0.
 
         Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed
         training of speech DNNs", Interspeech.
@@ -330,14 +330,21 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Quantised SGD: round each entry at random to one of a few levels, without bias and without error feedback.
 
+        In each bucket of d elements ``Q(x_i) = norm * sign(x_i) * ξ_i``: with ``a = |x_i| * s / norm``, ξ is
+        ``(floor(a) + 1) / s`` with probability ``a - floor(a)``, else ``floor(a) / s``. Its variance is at most
+        ``min(d / s², sqrt(d) / s) * norm²`` for the L2 norm. An element takes ceil(log2(2s + 1)) bits, a bucket one
+        float.
+
+        Departure: codes of a fixed length instead of the paper's Elias codes, so that no sizes are exchanged.
+
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             bits: 2, 4 or 8: s = 1, 7 or 127 levels of either sign.
             bucket_size: Elements that share a norm (the paper's bucket).
             norm: "l2" as in the paper's analysis, or "max" as in its experiments: less variance, fewer zeros.
-            seed: Of the random numbers, which also depend on rank, step and tensor.
-            **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32" unless given.
+            seed: Seed of the random numbers, which also depend on rank, step and tensor.
+            **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
         Source: Alistarh et al. 2017, arXiv 1610.02132.
         """
@@ -353,16 +360,23 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         seed: int = 0,
         **options: Unpack[CommonOptions],
     ) -> Compressor:
-        """Ternary gradients: -1, 0 or 1 times one scale a tensor, at random and without bias, without error feedback.
+        """Ternary gradients: -1, 0 or 1 times one scale per tensor, at random, without error feedback.
+
+        Each tensor is cut at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. Then ``s = max|g|`` of all ranks
+        ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b`` with b = 1 with
+        probability ``|g| / s``: no bias towards the cut gradient. A byte holds five entries, 1.6 bits each; a tensor
+        takes one float.
+
+        Departures: a byte holds five entries instead of four. ``exclude`` says which layers are left out.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            clip_factor: Entries are cut at so many standard deviations of their tensor; None: not at all.
-            seed: Of the random numbers, which also depend on rank, step and tensor.
-            **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32" unless given.
+            clip_factor: Entries are cut at this many standard deviations of their tensor; None: not at all.
+            seed: Seed of the random numbers, which also depend on rank, step and tensor.
+            **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
-        Source: Wen et al. 2017, arXiv 1705.07878.
+        Source: Wen et al. 2017, arXiv 1705.07878, Algorithm 1 and sections 3.2 and 3.3.
         """
         raise NotImplementedError
 
@@ -378,12 +392,20 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """k-bit gradients: each entry becomes one of 2^k levels, at random and without bias, without error feedback.
 
+        ``f(r) = 2M [quantise_k(r / 2M + 1/2 + noise) - 1/2]`` with ``M = max|r|`` of the tensor, noise uniform in
+        ``±1/2 / (2^k - 1)`` and ``quantise_k(z) = round((2^k - 1) z) / (2^k - 1)``. The levels are odd multiples of
+        ``M / (2^k - 1)``: zero is not a level and becomes one of its two neighbours. An element takes k bits, a tensor
+        one float.
+
+        Departure: the paper quantises the gradients of activations, with an M for each image. Here the gradients of the
+        weights are quantised, with one M per tensor.
+
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             bits: k, 1 to 8. The paper finds that fewer than 4 hurt.
-            seed: Of the random numbers, which also depend on rank, step and tensor.
-            **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32" unless given.
+            seed: Seed of the random numbers, which also depend on rank, step and tensor.
+            **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
         Source: Zhou et al. 2016, arXiv 1606.06160, equation 12.
         """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from dgc.core.checks import (
     as_patterns,
@@ -17,18 +17,21 @@ from dgc.core.checks import (
 )
 from dgc.errors import ConfigError
 
+# Bytes of dense float32 gradients in a bucket.
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""Dense gradient bytes (as float32) per bucket."""
 
+# The least density with which an adaptive optimizer was seen to learn well, and the density of a short training.
 ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
-"""The least density that an adaptive optimizer was seen to learn well with, and what a short training needs."""
 
+# Entries that arrive rarely need a memory of their squares that outlasts a pause. In the beginning, while the entries
+# still grow, a long memory would make the updates too large: so this holds from 30 % of the steps on.
 ADAPTIVE_BETA2 = 0.99
-"""Entries that arrive rarely need a memory of their squares that outlasts a pause. At the beginning, while what arrives
-still grows, a long memory would make too large updates: so it holds from 30 % of the steps on."""
 
+# Digits of a density in a log: 1 - 0.999 is 0.0010000000000000009 in float64.
 DENSITY_DIGITS = 12
-"""Of a density in a log: 1 - 0.999 has the float64 0.0010000000000000009."""
+
+# ``beta1**t`` below which u needs no bias correction any more.
+_SETTLED = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,50 +41,52 @@ class DGCConfig:
     All ranks must hold equal values; :func:`DGCConfig.describe` is what they compare.
     """
 
-    # Momentum correction. None means "adopt it from the optimizer, else 0".
-    momentum: float | None = None
-    nesterov: bool | None = None
-    # Added to the local gradient before accumulation. None means "adopt it from the optimizer, else 0".
-    weight_decay: float | None = None
-    # Set the momentum buffer to 0 where an entry was sent, unless all are (momentum factor masking). None: yes, but
-    # with ``steps`` only before an adaptive optimizer.
-    momentum_masking: bool | None = None
-    # Share of entries held back, one value or one per equal part of the ramp-up.
+    # The share of entries that are held back in a step; a list is walked through during the ramp-up.
     sparsity: tuple[float, ...] = (0.999,)
-    # Of the optimizer, in the whole training: they choose the sparsity, for the optimizer that is bound.
+    # The number of steps of the whole training, which chooses the sparsity for it.
     steps: int | None = None
-    # First step that is sparsified; everything before it is dense.
+    # The first step that is compressed; gradients of the steps before it are averaged as they are.
     rampup_begin_step: int = 0
-    # Steps over which the list of sparsities is walked through.
+    # The number of steps in which the list of sparsities is walked through.
     rampup_step: int = 1
-    # The paper's threshold c: a local gradient g is scaled to at most c * sqrt(P) in L2 norm. None: no clipping.
+    # The momentum that is corrected; None takes over the optimizer's momentum or Adam's beta1, 0 leaves it there.
+    momentum: float | None = None
+    # Whether that momentum is Nesterov's; None takes it over from the optimizer.
+    nesterov: bool | None = None
+    # This number times the parameter is added to its gradient; None takes the optimizer's over.
+    weight_decay: float | None = None
+    # Set the momentum of an entry to 0 when the entry is sent; None: yes, but not with ``steps`` and an SGD.
+    momentum_masking: bool | None = None
+    # Scale each rank's gradient to an L2 norm of at most this number times the square root of the number of ranks.
     local_grad_clip_norm: float | None = None
-    # "tensor": one norm per sparsified tensor; "global": one norm over all gradients, from the first step.
-    clip_scope: str = "tensor"
-    # Tensors with fewer elements are sent dense.
+    # What has one norm: each compressed tensor, or all gradients together, also before ``rampup_begin_step``.
+    clip_scope: Literal["tensor", "global"] = "tensor"
+    # Tensors of fewer elements are not compressed; they are sent as ``small`` says.
     min_numel: int = 1024
-    # Name patterns (fnmatch) of tensors that are sparsified whatever their shape / that are always sent dense.
+    # Name patterns, as of ``fnmatch``, of tensors that are compressed although they are 1-D or small.
     include: tuple[str, ...] = ()
+    # Name patterns of tensors that are never compressed, and sent as float32.
     exclude: tuple[str, ...] = ()
-    # Codecs of the message, by their names in the registry: see docs/wire-format.md.
+    # How the positions of sent entries are coded.
     indices: str = "elias_fano"
+    # How the values of sent entries are coded.
     values: str = "int2"
-    # How tensors that are dense because of their shape or size are sent beside sparsified ones: a value codec's name.
+    # How tensors that are 1-D or small are coded; "float32" sends them as they are.
     small: str = "int3"
-    # Dense float32 bytes per bucket.
+    # Bytes of float32 gradient that are sent together in one message.
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    # "average" or "sum" over the ranks.
+    # Average, or Sum: Horovod's constant, or the name "average" or "sum".
     op: str = "average"
-    # Seed of the counter-based random numbers of stochastic compressors.
-    seed: int = 0
-    # Add gradients up within a node first, whose ranks then send as one: False, True, "auto" (where it saves traffic),
-    # or how many neighbouring ranks form a group.
-    hierarchical: bool | int | str = False
-    # Apply received entries to the parameters without a dense result, where the optimizer's update allows that.
+    # Update only the received entries of the parameters where the optimizer is a plain SGD; False: all of them.
     sparse_updates: bool = True
-    # False drops what is not sent (a control experiment: accuracy collapses).
-    error_feedback: bool = field(default=True, repr=False)
-    # Which compressor, by its name in the registry, and the options that it alone has.
+    # The ranks of a node add up their gradients and send as one; "auto": where that saves traffic. A number: groups of
+    # this many neighbouring ranks do.
+    hierarchical: bool | int | Literal["auto"] = False
+    # Seed of the random numbers, which also depend on rank, step and tensor.
+    seed: int = 0
+    # False drops what is not sent (a control experiment: accuracy collapses). No constructor shows it.
+    error_feedback: bool = True
+    # The compressor's name in the registry, and the options that it alone has.
     algorithm: str = "dgc"
     own: Any = None
 
@@ -224,10 +229,6 @@ def entries_to_send(numel: int, density: float) -> int:
     if numel == 0:
         return 0
     return min(numel, max(1, int(numel * density * (1 + 1e-9))))
-
-
-_SETTLED = 1e-9
-"""``beta1**t`` below which u needs no correction any more."""
 
 
 def is_settled(beta1: float, t: int) -> bool:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dgc.adapter.checks import check_predivide, refuse_grouping
 from dgc.adapter.compressor import check_compression, horovods
-from dgc.adapter.signatures import Compressing
+from dgc.adapter.options import Compressing
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone

@@ -18,7 +18,7 @@ from typing_extensions import override
 from dgc.adapter.checks import check_passes, check_predivide, refuse_grouping
 from dgc.adapter.compressor import check_compression, horovods
 from dgc.adapter.job import errors_on_all_ranks
-from dgc.adapter.signatures import Compressing
+from dgc.adapter.options import Compressing
 from dgc.errors import DGCError, LayoutError
 from dgc.torch.compressor import Compression, DGCCompressor, check_optimizer, named_pairs
 from dgc.torch.dense import DenseSteps, agree, dense_type

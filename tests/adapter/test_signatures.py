@@ -1,116 +1,16 @@
-"""What constructors of ``Compression`` show is what the core takes, and a type checker finds mistakes by it."""
+"""The constructors of ``Compression``: what help shows, and what a type checker finds."""
 
-import ast
-import dataclasses
 import inspect
 import os
-import re
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
-from documented import own_names, shown
+from documented import shown
 
 import dgc
 from dgc.adapter import signatures
-from dgc.adapter.compressor import ADAPTER_OPTIONS
-from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS, register_codec
-from dgc.core.compressors import compressor_class, make_config
-
-INTERNAL = {"error_feedback"}
-"""False is for control experiments."""
-TENSORS = ["self", "parameters", "optimizer"]
-ADAPTERS = {"transport": "auto", "loss_scale": 1.0, "process_set": None}
-
-
-def plain(text):
-    return re.sub(r"\s+", " ", text).strip()
-
-
-def sentences(cls):
-    """The text below each field of a class's own body, by the field's name."""
-    (tree,) = ast.parse(inspect.getsource(cls)).body
-    return {
-        field.target.id: plain(text.value.value)
-        for field, text in zip(tree.body, tree.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
-
-
-def shared(declared):
-    """The names of a constructor's other options, of a TypedDict; empty where all are listed."""
-    others = [p for p in declared.parameters.values() if p.kind is p.VAR_KEYWORD]
-    if not others:
-        return set()
-    return set(getattr(signatures, re.fullmatch(r"Unpack\[(\w+)\]", others[0].annotation).group(1)).__annotations__)
-
-
-def arguments(name):
-    """The sentences of a constructor's docstring, by argument."""
-    text = inspect.getdoc(getattr(signatures.Constructors, name))
-    section = re.search(r"Args:\n(.*?)\n\n", text, re.DOTALL).group(1)
-    return {n: plain(t) for n, t in re.findall(r"^    (\*{0,2}\w+): (.*?)(?=^    \S|\Z)", section + "\n", re.M | re.S)}
-
-
-each = pytest.mark.parametrize("name", own_names())
-
-
-@each
-def test_all_options_are_declared_and_explained(name):
-    row, declared = compressor_class(name), inspect.signature(getattr(signatures.Constructors, name))
-    explicit = [n for n, p in declared.parameters.items() if p.kind is p.KEYWORD_ONLY]
-    assert list(declared.parameters)[:3] == TENSORS
-    taken = {*row.common_options(), *(f.name for f in dataclasses.fields(row.Options)), *ADAPTER_OPTIONS} - INTERNAL
-    others = shared(declared)
-    assert {*explicit, *others} == taken
-    assert not {*explicit} & {*others}
-    assert [a for a in arguments(name) if a != "**options"] == [*TENSORS[1:], *explicit]
-
-
-@each
-def test_defaults_are_those_of_the_core(name):
-    config = make_config({}, algorithm=name)
-    for n, p in inspect.signature(getattr(signatures.Constructors, name)).parameters.items():
-        if p.kind is not p.KEYWORD_ONLY:
-            continue
-        default = ADAPTERS[n] if n in ADAPTERS else getattr(config.own, n, getattr(config, n, None))
-        assert (p.default,) == default if n == "sparsity" else p.default == default, n
-    text = arguments(name).get("**options", "")
-    for n, value in (("small", '"float32"'), ("momentum", "0"), ("momentum_masking", "False")):
-        if n in shared(inspect.signature(getattr(signatures.Constructors, name))):
-            assert repr(getattr(config, n)).replace("'", '"') in (value, f"{value}.0")
-            assert re.search(rf"``{n}`` (is )?{value}", text), n
-
-
-@each
-def test_types_and_sentences_of_its_own_options_are_those_of_its_class(name):
-    row, declared = compressor_class(name), inspect.signature(getattr(signatures.Constructors, name)).parameters
-    texts, told = sentences(row.Options), arguments(name)
-    for field in dataclasses.fields(row.Options):
-        assert declared[field.name].annotation == field.type
-        assert told[field.name] == texts[field.name]
-
-
-def test_shared_options_are_told_alike_everywhere():
-    told = arguments("dgc")
-    declared = inspect.signature(signatures.Constructors.dgc).parameters
-    for name, hint in signatures.EntryOptions.__annotations__.items():
-        assert name in told
-        assert declared[name].annotation == getattr(hint, "__forward_arg__", hint), name
-    for name in own_names():
-        for option in {"sparsity", "rampup_step", "indices", "values"} & arguments(name).keys():
-            assert arguments(name)[option] == told[option]
-
-
-@pytest.mark.parametrize(
-    ("hint", "codecs"), [(signatures.IndexCodec, INDEX_CODECS), (signatures.ValueCodec, VALUE_CODECS)]
-)
-def test_codecs(hint, codecs):
-    module = register_codec.__module__  # not those of other tests
-    ours = [name for name, codec in codecs.items() if type(codec).__module__ == module]
-    assert set(typing.get_args(hint)) == set(ours)
 
 
 def test_help_reads_like_a_plain_method():

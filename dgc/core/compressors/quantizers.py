@@ -22,8 +22,8 @@ from dgc.errors import WireError
 class Coded(PerTensor):
     """A compressor whose blocks are float32 scales, and behind them a code for each element."""
 
+    # Whether scales may be negative.
     signed: ClassVar[bool] = False
-    """Whether scales may be negative."""
 
     def scales(self, tensor: Tensor) -> int:
         """How many scales a tensor has."""
@@ -74,23 +74,24 @@ class Coded(PerTensor):
 class OnebitOptions:
     """Options of ``onebit``."""
 
+    # What shares a pair of means: a "column" of the matrix (first dimension x all others), a "row" of it, or the
+    # whole "tensor".
     means: Literal["column", "row", "tensor"] = "column"
-    """What shares a pair of means: a "column" of the matrix (first dimension x all others), a "row" of it, or the
-    whole "tensor"."""
 
     def __post_init__(self) -> None:
         require_choice("means", self.means, ("column", "row", "tensor"))
 
 
 class Onebit(Coded):
-    """One bit an entry, with error feedback.
+    """Send one bit per entry, its sign; entries of one sign become their mean, with error feedback.
 
-    ``x = g + e``; bit = (x >= 0). In each column the entries of either sign become their mean (0 where there are none),
-    and ``e = x - mean``. n bits and two floats a column. A tensor of more than two dimensions counts as a matrix of its
-    first dimension x all others. Kernels of convolutions have short columns; ``means="row"`` costs less there.
+    ``x = g + e``; bit = (x >= 0). In each column the entries of either sign become their mean (0 if there are
+    none), and ``e = x - mean``. A tensor takes n bits and two floats per column. One of more than two dimensions
+    counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
+    ``means="row"`` costs less there.
 
-    Departure: the paper's ranks exchange the sum quantised a second time, with a residual of its own. Here every rank
-    receives every message and adds them in full precision, so there is no second quantisation.
+    Departure: the paper's ranks quantise the sum a second time, with another residual. Here every rank receives
+    every message and adds them in full precision.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed
     training of speech DNNs", Interspeech.
@@ -136,12 +137,12 @@ class Onebit(Coded):
 class QsgdOptions:
     """Options of ``qsgd``."""
 
+    # 2, 4 or 8: s = 1, 7 or 127 levels of either sign.
     bits: Literal[2, 4, 8] = 4
-    """2, 4 or 8: s = 1, 7 or 127 levels of either sign."""
+    # Elements that share a norm (the paper's bucket).
     bucket_size: int = 512
-    """Elements that share a norm (the paper's bucket)."""
+    # "l2" as in the paper's analysis, or "max" as in its experiments: less variance, fewer zeros.
     norm: Literal["l2", "max"] = "l2"
-    """"l2" as in the paper's analysis, or "max" as in its experiments: less variance, fewer zeros."""
 
     def __post_init__(self) -> None:
         require_choice("bits", self.bits, (2, 4, 8))
@@ -150,11 +151,12 @@ class QsgdOptions:
 
 
 class Qsgd(Coded):
-    """Quantised SGD: unbiased, without error feedback.
+    """Quantised SGD: round each entry at random to one of a few levels, without bias and without error feedback.
 
     In each bucket of d elements ``Q(x_i) = norm * sign(x_i) * ξ_i``: with ``a = |x_i| * s / norm``, ξ is
     ``(floor(a) + 1) / s`` with probability ``a - floor(a)``, else ``floor(a) / s``. Its variance is at most
-    ``min(d / s², sqrt(d) / s) * norm²`` for the L2 norm. ceil(log2(2s + 1)) bits an element, and a float a bucket.
+    ``min(d / s², sqrt(d) / s) * norm²`` for the L2 norm. An element takes ceil(log2(2s + 1)) bits, a bucket one
+    float.
 
     Departure: codes of a fixed length instead of the paper's Elias codes, so that no sizes are exchanged.
 
@@ -204,21 +206,22 @@ CONSTANT = 1e-9
 class TerngradOptions:
     """Options of ``terngrad``."""
 
+    # Entries are cut at this many standard deviations of their tensor; None: not at all.
     clip_factor: float | None = 2.5
-    """Entries are cut at so many standard deviations of their tensor; None: not at all."""
 
     def __post_init__(self) -> None:
         require_number("clip_factor", self.clip_factor, low=0.0, low_open=True, high=1e6, optional=True)
 
 
 class Terngrad(Coded):
-    """Ternary gradients: unbiased (of the clipped gradient), without error feedback.
+    """Ternary gradients: -1, 0 or 1 times one scale per tensor, at random, without error feedback.
 
-    Of each tensor: cut at ``±c σ`` with ``σ² = mean((g - mean g)²)``, not where σ = 0; ``s = max|g|`` of all ranks
-    ("scaler sharing": one small allreduce before the exchange); ``q = s * sign(g) * b`` with b = 1 with probability
-    ``|g| / s``. Five entries a byte, 1.6 bits each, and a float a tensor.
+    Each tensor is cut at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. Then ``s = max|g|`` of all ranks
+    ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b`` with b = 1 with
+    probability ``|g| / s``: no bias towards the cut gradient. A byte holds five entries, 1.6 bits each; a tensor
+    takes one float.
 
-    Departures: five entries a byte instead of four. Which layers are left out is up to ``exclude``.
+    Departures: a byte holds five entries instead of four. ``exclude`` says which layers are left out.
 
     Source: Wen et al. 2017, arXiv 1705.07878, Algorithm 1 and sections 3.2 and 3.3.
     """
@@ -274,22 +277,23 @@ class Terngrad(Coded):
 class DorefaOptions:
     """Options of ``dorefa``."""
 
+    # k, 1 to 8. The paper finds that fewer than 4 hurt.
     bits: int = 4
-    """k, 1 to 8. The paper finds that fewer than 4 hurt."""
 
     def __post_init__(self) -> None:
         require_integer("bits", self.bits, 1, 8)
 
 
 class Dorefa(Coded):
-    """k-bit gradients: unbiased, without error feedback.
+    """k-bit gradients: each entry becomes one of 2^k levels, at random and without bias, without error feedback.
 
     ``f(r) = 2M [quantise_k(r / 2M + 1/2 + noise) - 1/2]`` with ``M = max|r|`` of the tensor, noise uniform in
     ``±1/2 / (2^k - 1)`` and ``quantise_k(z) = round((2^k - 1) z) / (2^k - 1)``. The levels are odd multiples of
-    ``M / (2^k - 1)``: zero is none of them, and becomes one of its two neighbours. k bits an element, a float a tensor.
+    ``M / (2^k - 1)``: zero is not a level and becomes one of its two neighbours. An element takes k bits, a tensor
+    one float.
 
-    Departure: the paper quantises the gradients of activations, with an M for each image; here it is those of the
-    weights, with one M a tensor.
+    Departure: the paper quantises the gradients of activations, with an M for each image. Here the gradients of the
+    weights are quantised, with one M per tensor.
 
     Source: Zhou et al. 2016, arXiv 1606.06160, equation 12.
     """

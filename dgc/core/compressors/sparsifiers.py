@@ -68,9 +68,10 @@ class _Selection(Algorithm):
 
 
 class DGC(_Selection):
-    """Deep Gradient Compression: the k largest entries of each tensor, with momentum correction and masking.
+    """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
 
-    ``u <- m*u + G; v <- v + u``; the k = n * density entries of largest ``|v|`` are sent.
+    ``u <- m*u + G; v <- v + u``; of each tensor the k = n * density entries of largest ``|v|`` are sent, and set to
+    0 in u and v (momentum correction and momentum factor masking).
 
     Source: Lin et al. 2018, arXiv 1712.01887.
     """
@@ -99,10 +100,10 @@ class DGC(_Selection):
 class TopkOptions:
     """Options of ``topk``."""
 
+    # "tensor": the k largest entries of each tensor; "global": one threshold for all tensors.
     threshold: Literal["tensor", "global"] = "tensor"
-    """"tensor": the k largest entries of each tensor; "global": one threshold for all tensors."""
+    # With a global threshold, room in a bucket's message for this many times the entries of an even share.
     headroom: float = 1.5
-    """With a global threshold, room in a bucket's message for this many times the entries of an even share."""
 
     def __post_init__(self) -> None:
         require_choice("threshold", self.threshold, ("tensor", "global"))
@@ -110,16 +111,16 @@ class TopkOptions:
 
 
 class Topk(_Selection):
-    """Sparse gradient exchange: entries above a threshold are sent, the others wait in the residual.
+    """Send the entries above a threshold; the others wait in the residual.
 
-    ``x = g + e``; send ``x_i`` where ``|x_i| > t``, with t such that the share R (default 99 %) is dropped.
+    ``x = g + e``; ``x_i`` is sent where ``|x_i| > t``. The threshold t holds back the share R of the entries.
 
-    Departures from the paper: with ``threshold="tensor"`` (the default here; the paper prefers one threshold for the
-    whole model) the k largest are chosen exactly instead of by a sampled quantile, so messages have a fixed size.
-    With ``threshold="global"`` t is the R-quantile of about 100 000 entries of all buckets, taken in the step
-    before (in the first step: of the bucket's own), since a bucket leaves before the gradients of the others are there;
-    a message has room for ``headroom`` times the entries of an even share, the largest are preferred, and the rest
-    waits. Values are sent in ``values=``.
+    Departures: with ``threshold="tensor"``, the default here, the k largest entries are chosen exactly instead of
+    by a sampled quantile, so that messages have a fixed size; the paper prefers one threshold for the whole model.
+    With ``threshold="global"``, t is the R-quantile of about 100 000 entries of all buckets in the step before (in
+    the first step, of the bucket's own entries), because a bucket is sent before the gradients of the others are
+    there. A message then has room for ``headroom`` times the entries of an even share; the largest go first, and
+    the rest waits.
 
     Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample is Marian's.
     """
@@ -190,10 +191,10 @@ def _quantile(magnitudes: np.ndarray, density: float) -> float:
 class StromOptions:
     """Options of ``strom``."""
 
+    # The τ of the paper, in units of the gradient; there is no value that suits all models.
     threshold: float = 0.01
-    """The τ of the paper, in units of the gradient; there is no value that suits all models."""
+    # Room in a message, as a share of the elements; entries beyond it wait.
     max_density: float = 0.01
-    """Room in a message, as a share of the elements; entries beyond it wait."""
 
     def __post_init__(self) -> None:
         require_number("threshold", self.threshold, low=1e-30, high=1e30)
@@ -201,13 +202,14 @@ class StromOptions:
 
 
 class Strom(Algorithm):
-    """Entries beyond a fixed threshold are sent as the threshold, with error feedback.
+    """Send entries beyond a fixed threshold as the threshold, with error feedback.
 
-    ``e <- e + g``; where ``e_i > τ`` send +τ and ``e_i <- e_i - τ``, where ``e_i < -τ`` send -τ and ``e_i <- e_i + τ``:
-    at most τ an entry and step, however large the residual. One 32-bit word an entry: ``index << 1 | positive``.
+    ``e <- e + g``; where ``e_i > τ``, +τ is sent and ``e_i <- e_i - τ``; where ``e_i < -τ``, -τ is sent and
+    ``e_i <- e_i + τ``. So an entry sends at most τ in a step, however large its residual is. An entry takes one
+    32-bit word: ``index << 1 | positive``.
 
-    Departures: messages have room for ``max_density`` of the elements, so that no sizes are exchanged; when more are
-    beyond τ, the largest go first. The optional entropy code of the gaps is left out.
+    Departures: a message has room for ``max_density`` of the elements, so that no sizes are exchanged; if more
+    entries are beyond τ, the largest go first. The optional entropy code of the gaps is left out.
 
     Source: Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech.
     """
@@ -248,15 +250,17 @@ _DRYDEN_HEAD = 12
 
 
 class Dryden(PerTensor):
-    """A fixed proportion of the positive and of the negative entries, each sent as its mean, with error feedback.
+    """Send a fixed share of the positive and of the negative entries, each as its mean, with error feedback.
 
-    ``x = g + e``. The n+ρ largest of the n+ positive entries are sent and become their mean μ+, the n-ρ smallest of the
-    n- negative ones μ- (at least one of a sign that occurs); ``e = x - μ±`` where sent, x elsewhere. One 32-bit word an
-    entry, ``index << 1 | positive``, and two floats a tensor. ρ = 1 - ``sparsity``; its default is LBANN's 1/64.
+    ``x = g + e``. The n+ρ largest of the n+ positive entries are sent and become their mean μ+; the n-ρ smallest of
+    the n- negative entries become μ- (at least one of a sign that occurs). ``e = x - μ±`` where sent, x elsewhere.
+    An entry takes one 32-bit word, ``index << 1 | positive``, a tensor two floats. ρ = 1 - ``sparsity``; its
+    default is LBANN's 1/64.
 
     Departures: proportions and means are exact instead of sampled, and of a tensor instead of a matrix column.
 
-    Source: Dryden et al. 2016, "Communication quantization for data-parallel training of deep neural networks", MLHPC.
+    Source: Dryden et al. 2016, "Communication quantization for data-parallel training of deep neural networks",
+    MLHPC.
     """
 
     name = "dryden"
@@ -319,12 +323,12 @@ _STRIDE = 65537
 class AdacompOptions:
     """Options of ``adacomp``."""
 
+    # Elements in a bin, L_T, of a tensor with more than two dimensions; up to 63 an entry takes 8 bits.
     conv_bin: int = 50
-    """Elements in a bin, L_T, of a tensor with more than two dimensions; up to 63 an entry takes 8 bits."""
+    # The same for a matrix.
     fc_bin: int = 500
-    """The same for a matrix."""
+    # Room in a message: this many entries per bin on average; entries that find no room wait.
     entries_per_bin: float = 5.0
-    """Room in a message: so many entries a bin on average; what finds no room waits."""
 
     def __post_init__(self) -> None:
         for name in ("conv_bin", "fc_bin"):
@@ -333,21 +337,21 @@ class AdacompOptions:
 
 
 class Adacomp(PerTensor):
-    """Adaptive residual gradient compression: a soft threshold in each bin, signs with one scale a tensor.
+    """Adaptive residual compression: a soft threshold in each bin, signs with one scale per tensor.
 
-    ``G = e + dW``; ``H = G + dW``. In each bin of L_T elements the entries with ``|H_i| >= max|G|`` of the bin are sent
-    as ``s * sign(G_i)``, where s is the mean over the bins of ``max|G|``; ``e = G - s * sign(G)`` where sent, G
-    elsewhere. 8 bits an entry (6 of index in its bin, sign, end of bin) for L_T < 64, else 16 (14 of index); a bin that
-    sends nothing takes a unit of its own, unless all after it are empty too.
+    ``G = e + dW``; ``H = G + dW``. In each bin of L_T elements the entries with ``|H_i| >= max|G|`` of the bin are
+    sent as ``s * sign(G_i)``, where s is the mean over the bins of ``max|G|``; ``e = G - s * sign(G)`` where sent,
+    G elsewhere. An entry takes 8 bits (6 for the index in its bin, the sign, the end of the bin) for L_T < 64, else
+    16 (14 for the index). An empty bin takes one unit, unless all bins after it are empty too.
 
-    Departures: messages have room for ``entries_per_bin`` entries a bin on average (5, which are the paper's rates of
-    40 for convolutions and 200 for matrices); when they do not suffice, whole bins wait, beginning at another bin in
-    each step. The paper's two bits of value hold a ternary number; here one of them ends the bin.
+    Departures: a message has room for ``entries_per_bin`` entries per bin on average (5, which gives the paper's
+    rates of 40 for convolutions and 200 for matrices). If that does not suffice, whole bins wait; each step begins
+    at another bin. The paper's two bits of value hold a ternary number; here one of them ends the bin.
 
     The method is claimed in the patent US 11,295,208.
 
-    Source: Chen et al. 2018, "AdaComp: adaptive residual gradient compression for data-parallel distributed training",
-    AAAI, arXiv 1712.02679.
+    Source: Chen et al. 2018, "AdaComp: adaptive residual gradient compression for data-parallel distributed
+    training", AAAI, arXiv 1712.02679.
     """
 
     name = "adacomp"

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.signatures import Compressing
+from dgc.adapter.options import Compressing
 from dgc.core.checks import brief
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, Optimizer, family
