@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
 from dgc.core.exchange.records import EntrySum
-from dgc.torch.tensors import local
+from dgc.torch.tensors import is_sharded, local
 
 # Returns why an optimizer needs dense results in a step; None if it does not.
 Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
@@ -104,7 +104,9 @@ class SparseUpdates:
 
 
 def _is_part(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and not gradient.is_sparse and gradient.untyped_storage().nbytes() > gradient.nbytes
+    if gradient is None or gradient.is_sparse or is_sharded(gradient):  # FSDP2's shards are parts of its own buffers
+        return False
+    return gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:
