@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from dgc.adapter.job import JOINED, SHUT_DOWN, Horovod
 from dgc.core.collectives import Transport
@@ -27,8 +28,8 @@ from dgc.errors import ConfigError, StallError, TransportError
 from dgc.transport.library import LibraryTransport
 from dgc.transport.mpi import LIMIT_VARIABLE, longest_wait
 
+# Elements per broadcast: MPI counts are int32.
 _PIECE = 2**30
-"""Elements per broadcast: MPI counts are int32."""
 
 _left_behind: list[object] = []
 """What an error left with Horovod's thread; see :func:`hold`."""
@@ -41,12 +42,14 @@ class TorchHorovod(Horovod):
     module_name = "horovod.torch"
     package = "dgc.torch"
 
-    def load(self) -> ModuleType:  # noqa: D102
+    @override
+    def load(self) -> ModuleType:
         import horovod.torch as hvd
 
         return hvd
 
-    def module(self, initialized: bool = True) -> ModuleType:  # noqa: D102
+    @override
+    def module(self, initialized: bool = True) -> ModuleType:
         try:
             return super().module(initialized)
         except ConfigError as error:
@@ -57,18 +60,20 @@ class TorchHorovod(Horovod):
                 first += f"; for Horovod: {error}"
             raise ConfigError(first) from error
 
-    def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:  # noqa: D102
+    @override
+    def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
         self.module()
         try:
             return _gather(torch.from_numpy(message), name, self.members).numpy()
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
 
-    def own_transport(self) -> Transport:  # noqa: D102
+    @override
+    def own_transport(self) -> Transport:
         return HorovodTransport(self)
 
     def ranks(self) -> list[int]:
-        """What these ranks are called among all."""
+        """List these ranks by their numbers among all ranks."""
         return list(self.members.ranks or range(self.size))
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
@@ -109,7 +114,7 @@ HOROVOD = TorchHorovod()
 
 
 def _gather(tensor: torch.Tensor, name: str, process_set: object) -> torch.Tensor:
-    """The members' tensors joined along their first dimension: what hvd.allgather_async does, with a result of ours."""
+    """Return the members' tensors joined along their first dimension, as hvd.allgather does, in a tensor of ours."""
     from horovod.torch import mpi_ops
 
     joined = tensor.new()
@@ -121,12 +126,12 @@ def _gather(tensor: torch.Tensor, name: str, process_set: object) -> torch.Tenso
 
 
 def hold(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that refers to ``tensor`` as its gradient; to be kept for as long as Horovod may hold ``tensor``.
+    """Return a tensor whose gradient is ``tensor``; keep it for as long as Horovod may hold ``tensor``.
 
-    When all references but the one of a tensor's Python object are gone, PyTorch lets go of that object, for which it
-    takes the GIL. At a shutdown Horovod's thread lets go of what it was given while it holds the lock of its queue;
-    another thread that holds the GIL and waits for that lock, to hand over one more tensor, would wait for ever. A
-    gradient is safe, since its parameter refers to it; a tensor of our own needs another one that does.
+    It prevents a deadlock. When the last C++ reference to a tensor goes, PyTorch takes the GIL to release its Python
+    object. At a shutdown Horovod's thread drops its tensors while it holds the lock of its queue. Another thread that
+    has the GIL and waits for this lock would wait forever. A gradient is safe because its parameter refers to it; a
+    tensor of our own needs another one that does.
     """
     holder = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)  # of one element's memory
     holder.grad = tensor
@@ -142,14 +147,14 @@ def wait_for(handles: Iterable[object]) -> None:
 
 
 class Placeholders:
-    """The one-element tensors that Horovod reduces in the place of gradients; they are used again and again."""
+    """The one-element tensors that Horovod reduces in the place of gradients; they are reused."""
 
     def __init__(self) -> None:
         self._holders: list[torch.Tensor] = []  # of all, also of those that an error left with Horovod
         self._free: list[torch.Tensor] = []
 
     def take(self) -> torch.Tensor:
-        """A 1.0, (1,) float32, for Horovod to work on in place."""
+        """Return a 1.0, (1,) float32, which Horovod will overwrite."""
         if self._free:
             return self._free.pop()
         one = torch.ones(1)
@@ -157,7 +162,7 @@ class Placeholders:
         return one
 
     def give_back(self, placeholder: torch.Tensor, value: float) -> None:
-        """Horovod is done with it, and has left ``value`` in it: mostly 1.0, as the average of ones."""
+        """Reuse a placeholder in which Horovod has left ``value``: mostly 1.0, the average of ones."""
         self._free.append(placeholder if value == 1.0 else placeholder.fill_(1.0))
 
 
@@ -175,7 +180,6 @@ class HorovodTransport(LibraryTransport):
     name, shut_down = "horovod", SHUT_DOWN
 
     def __init__(self, job: TorchHorovod = HOROVOD) -> None:
-        """Agree on names. Collective over the job's ranks."""
         self._hvd, self._members = job.module(), job.require_member()
         super().__init__(job.rank, job.size)
         self._prefix = job.unique_name("dgc.transport")
@@ -251,17 +255,17 @@ class Heartbeat:
             raise ConfigError(f"only {total:g} of {self._size} ranks exchange gradients: {JOINED}")
 
 
+# Frames between Horovod's optimizer and a compressor or a list of groups, at most.
 _NEAR = 8
-"""Frames between Horovod's optimizer and a compressor or a list of groups, at most."""
 
+# Frames between ``broadcast_optimizer_state`` or ``GradScaler.step`` and a step hook, at most.
 _FAR = 12
-"""Frames between ``broadcast_optimizer_state`` or ``GradScaler.step`` and a step hook, at most."""
 
 Owned = Callable[[torch.optim.Optimizer], None]
 
 
 class _Announcing(list[dict[str, Any]]):
-    """``param_groups`` that report the Horovod optimizer which is being built from them."""
+    """``param_groups`` that report the optimizer which Horovod builds from them."""
 
     base: weakref.ref[torch.optim.Optimizer]
     report: weakref.WeakMethod[Owned]
@@ -277,14 +281,14 @@ class _Announcing(list[dict[str, Any]]):
         return list.__iter__(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """A copy is a plain list: it belongs to no optimizer."""
+        """Copy as a plain list, which belongs to no optimizer."""
         return list, (list(self),)
 
 
 def announce_owner(base: torch.optim.Optimizer, report: Owned) -> None:
     """Report the optimizer that Horovod is going to build from ``base``, as soon as it exists.
 
-    Groups of another type are left alone; their optimizer is found when it hands over the first gradient.
+    Groups that are no plain list are left alone: their optimizer is found when it hands over the first gradient.
     """
     if type(base.param_groups) is not list:
         return
@@ -294,7 +298,7 @@ def announce_owner(base: torch.optim.Optimizer, report: Owned) -> None:
 
 
 def find_owner(compressor: object) -> torch.optim.Optimizer:
-    """The Horovod optimizer that is calling ``compress()``."""
+    """Return the Horovod optimizer that is calling ``compress()``."""
     owner = _caller(lambda found: getattr(found, "_compression", None) is compressor)
     if owner is None:
         raise ConfigError("compress() was called by something else than a Horovod DistributedOptimizer for PyTorch")
@@ -302,24 +306,24 @@ def find_owner(compressor: object) -> torch.optim.Optimizer:
 
 
 def is_running() -> bool:
-    """Whether the script has initialised Horovod."""
+    """Return whether the script has initialised Horovod."""
     hvd = sys.modules.get("horovod.torch")
     return hvd is not None and bool(hvd.is_initialized())
 
 
 def broadcasting() -> bool:
-    """Whether ``hvd.broadcast_optimizer_state`` is among the callers."""
+    """Return whether ``hvd.broadcast_optimizer_state`` is among the callers."""
     return any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in _frames(_FAR))
 
 
 def stepping_scaler(kind: type) -> Any:
-    """The ``GradScaler`` of class ``kind`` that steps an optimizer now; None if none does."""
+    """Return the ``GradScaler`` of class ``kind`` that steps an optimizer now; None if none does."""
     stepping = (f for f in _frames(_FAR) if f.f_code.co_name in ("step", "_maybe_opt_step"))
     return next((f.f_locals["self"] for f in stepping if isinstance(f.f_locals.get("self"), kind)), None)
 
 
 def _frames(limit: int) -> list[FrameType]:
-    """Frames of the callers, from the caller's caller outwards, at most ``limit`` of them."""
+    """List the frames of the callers, at most ``limit`` of them, beginning with the caller's caller."""
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < limit:

@@ -1,8 +1,7 @@
-"""What becomes of the compressor when the optimizer's state is saved, loaded or broadcast.
+"""Follow what is saved from, loaded into and broadcast to the state of an optimizer, for its compressor.
 
-A state dict of the optimizer holds neither u nor v, which belong to one rank and one moment. Whoever loads one without
-the compressor's own state goes back to another moment: what the compressor remembers of the run that is left is
-dropped, on every rank.
+A state dict of the optimizer holds neither u nor v: they belong to one rank and one moment. A script that loads one
+without the compressor's own state goes back to another moment. The compressor then drops u and v on every rank.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ from dgc.torch.horovod import broadcasting, is_running
 from dgc.torch.tensors import is_sharded, samples
 from dgc.torch.untraced import weakly
 
+# A key of saved states. Without it, a state after steps with a compressor looks like a new one: it has no momentum. Its
+# value is moment_of() the state, since an optimizer that has gone on without a compressor may have kept the key.
+#
+# In param_groups the key survives load_state_dict() of an optimizer that is not bound yet; bind() takes it out. Under
+# Horovod, and with sharded parameters, it stands beside the groups: hvd.broadcast_optimizer_state broadcasts the groups
+# key by key, and torch's distributed checkpoints ask a checkpoint for each of their keys. There a state that is loaded
+# before bind() looks like a new one.
 _STEPPED = "stepped_with_compressor"
-"""A key of saved states: a state without momentum may be a new one, or one after steps with a compressor.
-
-Its value is :func:`moment_of` the state: an optimizer that has gone on without a compressor since may keep the key.
-
-In ``param_groups`` it survives ``load_state_dict`` of an optimizer that is not bound yet, where binding finds it. The
-groups of a bound optimizer never hold it. In jobs over Horovod, and of sharded parameters, it stands beside them: what
-rank 0 alone has loaded, ``hvd.broadcast_optimizer_state`` broadcasts key by key, and torch's distributed checkpoints
-ask a checkpoint for every key that the groups have. Nothing of an optimizer's state that torch keeps remains for these:
-a state that they load before binding looks like a new one.
-"""
 
 _ADVICE = (
     "dgc.torch.save_checkpoint() and load_checkpoint() keep both, and so does what docs/checkpoints.md shows for "
@@ -45,10 +41,9 @@ class Change(NamedTuple):
     Attributes:
         restored: a state was loaded into it, and none into the compressor.
         broadcast: it was broadcast.
-        stepped: the state that was loaded, perhaps before binding, is one after steps with a compressor, which had its
-            momentum and residuals.
+        stepped: the loaded state was saved after steps with a compressor, which kept its momentum and residuals.
         distributed: torch's distributed checkpoints have asked for the state.
-        kept: a state was loaded into the compressor; what is loaded into the optimizer with it belongs to it.
+        kept: a state was loaded into the compressor. The optimizer's state that is loaded with it belongs to it.
     """
 
     restored: bool = False
@@ -62,12 +57,11 @@ class SavedState:
     """Follows what is saved from, loaded into and broadcast to the state of one optimizer.
 
     Attributes:
-        pending: what was loaded or broadcast since the last step.
-        mark: of what was loaded, or of the groups of an optimizer when it was bound to a compressor without a state.
+        pending: the changes since the last step.
+        mark: the value of the saved key in the loaded state, or in the groups of an optimizer that was bound; or "".
     """
 
     def __init__(self, adoption: Adoption, loaded: Callable[[], None]) -> None:
-        """Begin with nothing loaded."""
         self._adoption = adoption
         self._when_loaded = loaded
         self._warned = self._has_stepped = False
@@ -82,26 +76,26 @@ class SavedState:
         optimizer.register_load_state_dict_post_hook(weakly(self._after_loading))
 
     def compressor_loaded(self) -> None:
-        """A state was loaded into the compressor; what is loaded into the optimizer before the next step belongs to it.
+        """Note a state of the compressor; a state that is loaded into the optimizer before the next step belongs to it.
 
         Call it on all ranks, as :meth:`forget`.
         """
         self.pending, self._has_stepped = Change(kept=True), True
 
     def made_state(self) -> None:
-        """Torch's distributed checkpoints let the optimizer make its state, which they then save or load."""
+        """Note that torch's distributed checkpoints had the optimizer make its state, to save it or load into it."""
         self.pending = self.pending._replace(distributed=True)
 
     def take_over(self, other: SavedState) -> None:
-        """Go on from what another one of the same engine knows."""
+        """Continue in the place of another front end's."""
         self.pending, self._has_stepped, self.mark = other.pending, other._has_stepped, other.mark
 
     def forget(self) -> None:
-        """Nothing was loaded or broadcast."""
+        """Forget all changes."""
         self.pending, self.mark = Change(), ""
 
     def change(self, transport: Transport, owner: torch.optim.Optimizer | None) -> Change:
-        """What happened since the last step, which the owner makes; collective after a broadcast."""
+        """Return and forget the changes since the last step; collective after a broadcast."""
         change = self.pending._replace(stepped=bool(self.mark and owner) and is_of_moment(owner, self.mark))
         if change.kept:
             change = change._replace(restored=False, stepped=False)
@@ -116,11 +110,11 @@ class SavedState:
         return change
 
     def warn_of_loss(self, steps: int, change: Change, momentum: bool, warms_up: bool) -> None:
-        """Warn once of what a state that was loaded into the optimizer alone does not restore."""
+        """Warn once of everything that is lost if a state is loaded into the optimizer only."""
         lost = [f"what was not sent yet in the {steps} steps before is dropped"] if steps else []
         if change.stepped and not steps:
             lost.append("what the saved run had not sent yet is dropped")
-        moved = steps or change.stepped or (change.restored and change.distributed)  # by it, dense momentum is not read
+        moved = steps or change.stepped or (change.restored and change.distributed)  # which do not read dense momentum
         lost += ["momentum begins at 0"] if moved and not momentum else []
         lost += ["the warm-up begins again at step 0"] if warms_up and lost and not steps else []
         if self._warned or not lost:
@@ -158,7 +152,7 @@ class SavedState:
             entry[_STEPPED] = mark
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, saved: object) -> Any:
-        """The state dict without empty entries, and without our key."""
+        """Return the state dict without empty entries and without our key."""
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch will say what is wrong with it
@@ -173,16 +167,16 @@ class SavedState:
 
 
 def take_mark(groups: Sequence[dict[str, Any]]) -> str:
-    """The mark of a run with a compressor that the groups of a state have, or ""; they have none afterwards."""
+    """Take our key out of groups; return its value, or "" if none has it."""
     return max([str(group.pop(_STEPPED, "")) for group in groups], default="")
 
 
 def moment_of(optimizer: torch.optim.Optimizer) -> str:
-    """A hash of values of all parameters, which tells one moment of a training from the others."""
+    """Return a hash of some values of each parameter, which tells one moment of a training from the others."""
     values = [samples(p).tobytes() for group in optimizer.param_groups for p in group["params"]]
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
 def is_of_moment(optimizer: torch.optim.Optimizer, mark: str) -> bool:
-    """Whether there is a mark, and it is of the parameters as they are now."""
+    """Return whether there is a mark, and the parameters have not changed since it was made."""
     return bool(mark) and moment_of(optimizer) == mark

@@ -19,10 +19,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
-    """``function``, which runs as it is within compiled functions too; as ``torch.compiler.disable`` makes one.
+    """Return a function that ``torch.compile`` does not trace, as ``torch.compiler.disable`` does.
 
-    Where torch can be told by a mark on the code itself, no call costs more than before, which tells with thousands of
-    small gradients, and importing this package does not import the compiler.
+    A mark on the code costs nothing at a call, which matters with thousands of small gradients, and needs no import of
+    the compiler. A torch that has no such mark gets ``torch.compiler.disable``.
     """
     if not _mark(function.__code__):
         return torch.compiler.disable(function)
@@ -31,7 +31,7 @@ def untraced(function: Function) -> Function:
 
 
 def weakly(method: Callable[..., Any], *arguments: object) -> Callable[..., Any]:
-    """A hook that calls a bound method with ``arguments`` first, while its object lives, which it does not keep alive.
+    """Return a hook that calls a bound method, ``arguments`` first, and does not keep its object alive.
 
     Torch's tensors and optimizers keep their hooks.
     """
@@ -46,10 +46,10 @@ def weakly(method: Callable[..., Any], *arguments: object) -> Callable[..., Any]
 
 
 def leave_hooks_untraced() -> None:
-    """Let ``torch.compile`` leave the hooks alone that Horovod's optimizers give their parameters.
+    """Keep ``torch.compile`` from tracing the hooks that Horovod's optimizers give their parameters.
 
-    A compiled function that holds ``backward()`` has them traced, once for each parameter until the compiler has had
-    enough. All of them share one code, inside that of ``_make_hook``. Where torch knows no mark, they are traced.
+    In a compiled function that holds ``backward()`` they are traced for each parameter, up to the compiler's limit. All
+    of them share one code object, inside that of ``_make_hook``.
     """
     try:
         from horovod.torch.optimizer import _DistributedOptimizer
@@ -61,7 +61,7 @@ def leave_hooks_untraced() -> None:
 
 
 def _mark(code: CodeType) -> bool:
-    """Tell the compiler to skip a code, and what it calls; False where this torch cannot be told."""
+    """Tell the compiler to skip a code object and all that it calls; return False if this torch has no such mark."""
     mark = getattr(eval_frame, "set_code_exec_strategy", None)
     if mark is not None:
         skip = eval_frame._FrameAction.SKIP
