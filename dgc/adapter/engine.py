@@ -1,4 +1,4 @@
-"""What an engine is in every framework: one model's tensors on one rank, and the exchange of the core behind them."""
+"""The base of every framework's engine: one model's tensors on one rank, and the core's exchange of them."""
 
 from __future__ import annotations
 
@@ -25,33 +25,37 @@ logger = logging.getLogger("dgc")
 
 Observer: TypeAlias = Callable[[dict[str, Any]], Any]
 
+# The state of a compressor that has exchanged nothing; loading it forgets residuals, momentum and step.
 EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
-"""The state of a compressor that has exchanged nothing; loading it forgets residuals, momentum and step."""
 
+# The state of a compressor in a job of one process, and what its describe() returns: nothing is exchanged there.
 INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
-"""The state of a compressor in a job of one process, which exchanges nothing."""
-
 NO_EXCHANGE: Final[dict[str, Any]] = {"density": 1.0, "sparsified_share": 0.0, "transport": "none", "ranks": 1}
-"""What a compressor says of itself there."""
+
+CONNECTED: Final = (
+    "a compressor that is bound to a model cannot be copied or pickled, as it holds this rank's residuals and a "
+    "connection to the other ranks: copy it before it is bound, or build a new one on every rank and hand it this "
+    "one's state with load_state_dict(compression.state_dict())"
+)
 
 
 class EngineBase(abc.ABC):
     """Tensors of one model, the options adopted for them, and their exchange. Construction is collective.
 
     Attributes:
-        names: of the tensors, in registration order.
+        what: what errors call the tensors.
+        advice: what to do when the ranks' tensors differ.
+        names: the tensors' names, in registration order.
         transport: connects the ranks; the engine closes it.
-        between: what carries gradients: that transport, or one among nodes whose ranks send as one.
+        between: carries gradients: that transport, or one among nodes whose ranks send as one.
         adoption: what was taken over from the optimizer: the adapters' ``Adoption``.
         layout: of all tensors that may be exchanged, or of those that are.
-        observers: are called with the figures of each step.
+        observers: functions that are called with the figures of each step.
         follows: whether ranks without data make the same update as the others after the latest step.
     """
 
     what: ClassVar[str]
-    """What the tensors are called, for errors."""
     advice: ClassVar[str]
-    """What to do when the ranks' tensors differ."""
 
     names: list[str]
     adoption: Any
@@ -61,13 +65,12 @@ class EngineBase(abc.ABC):
         self.transport = transport
         self.between = transport
         self._config = config
-        # The one that there is, or none yet. Changed in place only: who ends the threads of an engine that was dropped
-        # holds this very list.
-        self._exchanges: list[Exchange] = []
+        self._exchange: Exchange | None = None  # until the adapter knows which tensors are exchanged
+        self._at_end: weakref.finalize[Any, Any] | None = None
         self._is_closed = self.follows = False
         self.observers: list[Observer] = []
         self._refused = 0
-        self._nodes: list[Transport] = []  # what construction opens beside the caller's transport
+        self._nodes: list[Transport] = []  # transports that construction opens beside the caller's
 
     # -- the framework's half ------------------------------------------------------------------------------------
 
@@ -81,14 +84,14 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def _take_state(self, saved: dict[str, Any]) -> None:
-        """Hand a state that is not empty to the exchange."""
+        """Give a state that is not empty to the exchange."""
 
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The state under this model's names, where they may differ from those it was saved under."""
+        """Return the state with the names of this model, which may differ from the saved ones."""
         return saved
 
     def _clear(self) -> None:  # noqa: B027
-        """Forget, after a reset, what outlives a step."""
+        """Forget whatever else outlives a step, after a reset."""
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -99,7 +102,7 @@ class EngineBase(abc.ABC):
             self._nodes = [self.between]
 
     def _agree_on_tensors(self, build: Callable[[], Layout]) -> None:
-        """Run this rank's part of the construction on all ranks, and compare what came of it."""
+        """Run ``build`` on all ranks and compare the layouts and options that they built."""
 
         def described() -> dict[str, str]:
             self.layout = build()
@@ -116,39 +119,43 @@ class EngineBase(abc.ABC):
             for each in self._nodes:
                 each.close()
             raise
-        # A compressor that is dropped without close() must not leave threads and buffers behind. Not at exit, where
-        # the other ranks may be gone already.
-        self._at_end = weakref.finalize(self, close_all, self._exchanges, *self._nodes, self.transport)
-        self._at_end.atexit = False
+        self._close_when_dropped()
+
+    def _close_when_dropped(self) -> None:
+        """End threads and free buffers when the engine is dropped without close(); call it for each new exchange."""
+        if self._at_end is not None:
+            self._at_end.detach()
+        self._at_end = weakref.finalize(self, _close, self._exchange, *self._nodes, self.transport)
+        self._at_end.atexit = False  # the other ranks may be gone then
 
     # -- what it does --------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> Stats:
         """The counters of the exchange."""
-        return self._exchanges[0].stats if self._exchanges else Stats()
+        return Stats() if self._exchange is None else self._exchange.stats
 
     def _tell_observers(self) -> None:
-        """At the end of a step."""
-        stats = self.stats
+        assert self._exchange is not None, "a step has ended"
+        stats = self._exchange.stats
         refused, self._refused = stats.refused_steps > self._refused, stats.refused_steps
-        step = self._exchanges[0].state.step - (not refused)
+        step = self._exchange.state.step - (not refused)
         for observer in list(self.observers):
             try:
                 observer({"step": step, "refused": refused, **stats.last.as_dict()})
-            except Exception:  # a full disk, say: nothing that the other ranks should wait for
+            except Exception:  # such as a full disk: no reason to stop the other ranks
                 logger.warning(
                     "%r of on_step() failed in step %d, and is called no more", observer, step, exc_info=True
                 )
                 self.observers.remove(observer)
 
     def residual_norm(self) -> float:
-        """L2 norm of what this rank has not sent yet."""
-        return sum(exchange.residual_norm() for exchange in self._exchanges)
+        """Return the L2 norm of what this rank has not sent yet."""
+        return 0.0 if self._exchange is None else self._exchange.residual_norm()
 
     def describe(self) -> dict[str, Any]:
-        """What the next step will do, in plain values: see ``compression.describe()``."""
-        config, exchange = self._config, next(iter(self._exchanges), None)
+        """Return what the next step will do, in plain values: see ``compression.describe()``."""
+        config, exchange = self._config, self._exchange
         layout = self.layout if exchange is None else exchange.layout
         schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
         step, ranks = 0 if exchange is None else exchange.state.step, self.between.rank_info()
@@ -177,33 +184,33 @@ class EngineBase(abc.ABC):
         return "dense"
 
     def require_open(self, what: str) -> None:
-        """Refuse what would ask the other ranks."""
+        """Refuse a call that would talk to the other ranks, after close()."""
         if self._is_closed:
             raise TransportError(
                 f"{what} was called after close() of the compressor; call it before, or build a new one"
             )
 
     def require_between_steps(self, what: str, *, whole: bool = False) -> None:
-        """Refuse what would use the transport, or read the state, beside a step."""
-        for exchange in self._exchanges:
-            (exchange.require_whole if whole else exchange.require_between_steps)(what)
+        """Refuse a call that would use the transport, or read the state, in the middle of a step."""
+        if self._exchange is not None:
+            (self._exchange.require_whole if whole else self._exchange.require_between_steps)(what)
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: :meth:`~dgc.core.exchange.exchange.Exchange.state_dict`, and what the framework adds."""
-        state = self._exchanges[0].state_dict() if self._exchanges else {**EMPTY, "parameters": {}}
+        """Return this rank's state: that of the exchange, and what the framework adds."""
+        state = {**EMPTY, "parameters": {}} if self._exchange is None else self._exchange.state_dict()
         return {**state, **self.between.rank_info(), **self._extra_state()}
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
-        """Look whether :meth:`load_state_dict` will take a state; changes nothing. Local: no communication."""
+        """Require that :meth:`load_state_dict` will take a state; change nothing. Local: no communication."""
         if is_empty(saved):
             return
         require_place(saved, op=self._config.op, **self.between.rank_info())
         require_sound(saved)
         _require_extras(saved)
         saved = self._renamed(saved)
-        # Tensors whose gradients are sent otherwise have no state.
+        # Tensors whose gradients another collective averages have no state.
         others = set(self.names) - {p.name for p in self.layout.parameters}
         require_fit(saved, self.layout, self.names if "kinds" in saved else others)
 
@@ -220,26 +227,27 @@ class EngineBase(abc.ABC):
         """Forget residuals, momentum, the step and the statistics."""
         self.abandon()
         self._refused = 0
-        for exchange in self._exchanges:
-            exchange.reset()
+        if self._exchange is not None:
+            self._exchange.reset()
         self._clear()
 
     def abandon(self) -> bool:
-        """Leave a step behind that an exception or an error ended; call it on all ranks.
+        """Give up a step that an exception or an error ended; call it on all ranks.
 
-        Returns whether all ranks had handed over all gradients of one that was not finished, as ``Exchange.abandon``.
+        Returns whether all gradients of an unfinished step were there on all ranks, as ``Exchange.abandon`` does.
         """
-        return all([exchange.abandon() for exchange in self._exchanges])
+        return self._exchange is None or self._exchange.abandon()
 
     def close(self, keep_transport: bool = False) -> None:
-        """End the communication threads and, unless it shall be kept, the transport."""
+        """End the communication thread and close the transport, unless it shall be kept."""
         self._is_closed = True
-        self._at_end.detach()
-        close_all(self._exchanges, *self._nodes, *([] if keep_transport else [self.transport]))
+        if self._at_end is not None:
+            self._at_end.detach()
+        _close(self._exchange, *self._nodes, *([] if keep_transport else [self.transport]))
 
 
 def _require_extras(saved: Mapping[str, Any]) -> None:
-    """What the frameworks add to a state must be what they can read."""
+    """Require that the entries which the frameworks add to a state can be read."""
     for key in ("names", "kinds"):
         value = saved.get(key, ())
         if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
@@ -252,9 +260,9 @@ def _require_extras(saved: Mapping[str, Any]) -> None:
         raise LayoutError(f"the saved compressor state has rate={rate!r:.80}, not a number; it is damaged")
 
 
-def close_all(exchanges: list[Exchange], *transports: Transport) -> None:
-    """End the threads; transports are left alone when one of them still waits in one for a rank that is gone."""
-    if all([exchange.close() for exchange in exchanges]):
+def _close(exchange: Exchange | None, *transports: Transport) -> None:
+    """End the exchange's thread, then the transports, unless that thread still waits there for a rank that is gone."""
+    if exchange is None or exchange.close():
         for transport in transports:
             transport.close()
 
@@ -263,17 +271,17 @@ def close_all(exchanges: list[Exchange], *transports: Transport) -> None:
 
 
 def is_empty(state: Mapping[str, Any]) -> bool:
-    """Whether a state is one of a compressor that has exchanged nothing, though it had others to exchange with."""
+    """Whether a state is that of a compressor which had other ranks to exchange with and has not done so."""
     return not state or ("parameters" in state and not state["parameters"])
 
 
 def holds_nothing(state: Mapping[str, Any]) -> bool:
-    """Whether there is nothing in a state that could be lost: it is empty, or of a single process."""
+    """Whether a state holds nothing that could be lost: it is empty, or that of a single process."""
     return is_empty(state) or bool(state.get("inactive"))
 
 
 def require_states(state: object, resize: bool) -> list[Any]:
-    """What was given to ``load_state_dict`` as a list of states, of which some may be None."""
+    """Return the argument of ``load_state_dict`` as a list of states, of which some may be None."""
     if isinstance(state, Mapping):
         return [state]
     if not isinstance(state, Sequence) or isinstance(state, (str, bytes)):
@@ -296,7 +304,7 @@ def require_states(state: object, resize: bool) -> list[Any]:
 def own_state(
     states: Sequence[Any], transport: Transport, rampup_begin_step: int, *, op: str = "average"
 ) -> dict[str, Any]:
-    """This rank's share of the states of all ranks of a job of another size."""
+    """Return this rank's state, made of the states of all ranks of a job of another size."""
     first, size = states[0], states[0].get("size")
     if first.get("nodes") is not None:
         raise LayoutError(
@@ -312,7 +320,7 @@ def own_state(
 
 
 def warn_of_dropped(state: Any) -> None:
-    """Say what a job of one process does not take over."""
+    """Warn that a job of one process drops a state."""
     states = [state] if isinstance(state, Mapping) else [s for s in state if s is not None]
     if not all(holds_nothing(s) for s in states):
         warnings.warn(
@@ -323,7 +331,7 @@ def warn_of_dropped(state: Any) -> None:
 
 
 def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:
-    """Refuse a list of states that were not saved together, which would be added up to nonsense."""
+    """Refuse states that were not saved together: their sum would be nonsense."""
     if state is None:
         raise LayoutError(f"resize=True needs the state of old rank {rank} on this rank; pass those of all old ranks")
     if state.get("rank") != rank or state.get("size") != first["size"]:
@@ -345,10 +353,3 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(parameters, Mapping) or not all(isinstance(e, Mapping) for e in parameters.values()):
         raise LayoutError("a saved compressor state holds no parameters; give it what state_dict() returned")
     return {n: {k: np.shape(e[k]) for k in ("u", "v", "error") if k in e} for n, e in parameters.items()}
-
-
-CONNECTED: Final = (
-    "a compressor that is bound to a model cannot be copied or pickled, as it holds this rank's residuals and a "
-    "connection to the other ranks: copy it before it is bound, or build a new one on every rank and hand it this "
-    "one's state with load_state_dict(compression.state_dict())"
-)

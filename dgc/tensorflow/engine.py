@@ -312,7 +312,7 @@ class Engine(EngineBase):
             if (moment := self.adoption.moment) is not None:
                 moment.earlier_steps = self.adoption.steps if moment.earlier_steps is None else moment.earlier_steps
             # Now: a graph may count the step before it exchanges the gradients.
-            self._left_at = 0 if any(e.state.step for e in self._exchanges) else self.adoption.steps
+            self._left_at = 0 if self._exchange is not None and self._exchange.state.step else self.adoption.steps
         still_some = DENSE in kinds or DENSE not in self.kinds
         for name, before, now in zip(self.names, self.kinds, kinds, strict=True):
             if before != now and not (before == DENSE and now == NONE and still_some):
@@ -349,7 +349,8 @@ class Engine(EngineBase):
         if self.group is None:
             variables, layout = [self.variables[i] for i in indices], self._layout_of(indices)
             self.group = Group(indices, layout, variables, self._config, self.between, self._loss_scale)
-            self._exchanges.append(self.group.exchange)
+            self._exchange = self.group.exchange
+            self._close_when_dropped()
             self._absorb_slots()
         elif (given := set(indices)) != {i for i in self.group.indices if i in self._dense or i in given}:
             self.fail(
@@ -422,7 +423,8 @@ class Engine(EngineBase):
         group.use(self._layout_of(group.indices))
         group.exchange.load_state_dict(saved)
         group.rate = saved.get("rate")
-        self._exchanges[:] = [group.exchange]
+        self._exchange = group.exchange
+        self._close_when_dropped()
         self.layout = self._layout_of(range(len(self.variables)))
 
     def remember(self) -> None:

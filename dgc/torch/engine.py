@@ -382,7 +382,7 @@ class Engine(EngineBase):
                 engine.follows = share_options(engine.between, context, adoption, front_end.owner, at_once)
 
         self.exchange.on_joined = meet_joined
-        self._exchanges[:] = [self.exchange]
+        self._exchange = self.exchange
 
 
 def share_options(

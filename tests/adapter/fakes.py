@@ -67,58 +67,50 @@ class FakeHorovod(Horovod):
 
 
 class FakeEngine(EngineBase):
-    """Without ``names`` nothing is exchanged yet."""
+    """Without ``names`` nothing is exchanged until :meth:`open`."""
 
     what, advice = "tensors", "Give every rank the same tensors."
 
     def __init__(self, transport, config, names=("a", "b"), numel=2048, bad=False):
         super().__init__(config, transport)
-
-        def layout(of):
-            return make_layout([Parameter(n, (numel // 32, 32), "float32") for n in of], config)
+        self.cleared = 0
 
         def build():
             if bad:
                 raise ValueError("no memory")
             self.names = list(names)
-            self.adoption = SimpleNamespace(hyper=Hyper.uniform(len(self.names), config), active=False)
+            self.adoption = SimpleNamespace(hyper=Hyper.uniform(len(names) or 2, config), active=False)
+            layout = make_layout([Parameter(n, (numel // 32, 32), "float32") for n in names or ("a", "b")], config)
             if names:
-                self._exchanges.append(Exchange(layout(names), config, transport, ReferenceKernels()))
-            return layout(names) if names else empty()
+                self._exchange = Exchange(layout, config, transport, ReferenceKernels())
+            return layout
 
-        def empty():
-            self.adoption = SimpleNamespace(hyper=Hyper.uniform(2, config), active=False)
-            return layout(["a", "b"])
-
-        self.left = 0
-        self.cleared = 0
         self._agree_on_options()
         self._agree_on_tensors(build)
+
+    def open(self):
+        self._exchange = Exchange(self.layout, self._config, self.transport, ReferenceKernels())
+        self._close_when_dropped()
 
     def step(self, number=0, scale=1.0):
         """One step, of gradients times ``scale``; returns the results."""
         results = []
-        for exchange in self._exchanges:
-            for i, p in enumerate(exchange.layout.parameters):
-                rng = np.random.default_rng([number, self.transport.rank, i])
-                results.append(np.empty(p.numel, np.float32))
-                exchange.submit(i, rng.standard_normal(p.numel).astype(np.float32) * np.float32(scale), results[-1])
-            exchange.finish()
-            self._tell_observers()
+        for i, p in enumerate(self.layout.parameters):
+            rng = np.random.default_rng([number, self.transport.rank, i])
+            results.append(np.empty(p.numel, np.float32))
+            self._exchange.submit(i, rng.standard_normal(p.numel).astype(np.float32) * np.float32(scale), results[-1])
+        self._exchange.finish()
+        self._tell_observers()
         return results
 
     def fail(self, error):
-        self._exchanges[0].fail(error)
+        self._exchange.fail(error)
 
     def _extra_state(self):
-        return {"count": len(self._exchanges)}
+        return {"count": 0 if self._exchange is None else 1}
 
     def _take_state(self, saved):
-        for exchange in self._exchanges:
-            exchange.load_state_dict(saved)
-
-    def _leave_step(self):
-        self.left += 1
+        self._exchange.load_state_dict(saved)
 
     def _clear(self):
         self.cleared += 1

@@ -45,13 +45,27 @@ def test_the_transport_is_left_alone_while_a_thread_waits_in_it(waits):
         engine = FakeEngine(transport, CONFIG)
         closed = []
         engine.transport.close = lambda: closed.append(True)
-        (exchange,) = engine._exchanges
-        own = exchange.close
-        exchange.close = lambda: own() and not waits
+        own = engine._exchange.close
+        engine._exchange.close = lambda: own() and not waits
         engine.close()
         return len(closed)  # the end of a rank closes it, too
 
     assert run_ranks(2, one_rank) == [0 if waits else 1] * 2
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b")], ids=["opened later", "opened at once"])
+def test_a_dropped_engine_ends_its_thread_and_closes_its_transport(names):
+    def one_rank(transport):
+        engine, closed = FakeEngine(transport, CONFIG, names), []
+        if not names:
+            engine.open()
+        exchange, own = engine._exchange, engine._exchange.close
+        exchange.close = lambda: closed.append("thread") or own()
+        transport.close = lambda: closed.append("transport")
+        del engine
+        return list(closed)  # the end of a rank closes the transport, too
+
+    assert run_ranks(2, one_rank) == [["thread", "transport"]] * 2
 
 
 def test_who_asks_is_told_of_each_step_once_and_no_more_after_an_error(caplog):

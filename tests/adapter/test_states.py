@@ -51,8 +51,6 @@ def trained(transport, steps=1):
 
 
 def test_no_rank_changes_anything_when_one_cannot_load():
-    """Also with several exchanges, of which only the last does not fit."""
-
     def one_rank(transport):
         other = trained(transport, 2)
         state = other.state_dict()
