@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from dgc.adapter.agreement import agree_or_raise
+from dgc.adapter.checks import check_predivide
 from dgc.adapter.engine import (
     CONNECTED,
     EMPTY,
@@ -77,16 +78,18 @@ class CompressorBase(Generic[EngineT]):
         """What the core asks of the option ``loss_scale``; an adapter knows its framework's scalers."""
         return as_loss_scale(value)
 
-    def use_op(self, op: object) -> str:
+    def use_op(self, op: object, gradient_predivide_factor: object = 1.0) -> str:
         """Take the reduce op of the wrapper that will bind this compressor, unless it is None; return the op's name."""
         assert self._job is not None, "a wrapper binds it"
         name = self.config.op if op is None else self._job.op_name(op)
-        if self._op_was_given and name != self.config.op:
-            raise ConfigError(
-                f"the compressor has op={self.config.op}, the optimizer op={name}; pass the same to both, or "
-                "leave it out of the compressor"
-            )
-        self.config = dataclasses.replace(self.config, op=name)
+        check_predivide(gradient_predivide_factor, name)
+        if name != self.config.op:
+            if self._op_was_given or self.is_bound:
+                raise ConfigError(
+                    f"the compressor has op={self.config.op}, the optimizer op={name}; pass the same to both, or "
+                    "leave it out of the compressor"
+                )
+            self.config = dataclasses.replace(self.config, op=name)
         return name
 
     # -- binding -------------------------------------------------------------------------------------------------

@@ -411,15 +411,19 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
     refuse_grouping(given("num_groups"), given("groups"))
     HOROVOD.refuse_adasum(op)
     check_passes(given("backward_passes_per_step"))
-    op = compression.use_op(op) if isinstance(compression, DGCCompressor) else HOROVOD.op_name(op or "average")
-    check_predivide(given("gradient_predivide_factor"), op)
+    predivide = given("gradient_predivide_factor")
+    if isinstance(compression, DGCCompressor):
+        op = compression.use_op(op, predivide)
+    else:
+        op = HOROVOD.op_name(op or "average")
+        check_predivide(predivide, op)
     options = ReduceOptions(
         op,
         given("process_set"),
         given("sparse_as_dense"),
         passes=given("backward_passes_per_step"),
         average_passes=given("average_aggregated_gradients"),
-        predivide=given("gradient_predivide_factor"),
+        predivide=predivide,
     )
     return Settings(horovods(compression), options)
 

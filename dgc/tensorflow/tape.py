@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.checks import check_predivide, refuse_grouping
+from dgc.adapter.checks import refuse_grouping
 from dgc.adapter.compressor import check_compression, horovods
 from dgc.adapter.options import Compressing
 from dgc.errors import ConfigError
@@ -47,7 +47,7 @@ def DistributedGradientTape(
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
         HOROVOD.refuse_adasum(op)
-        check_predivide(gradient_predivide_factor, compression.use_op(op))
+        compression.use_op(op, gradient_predivide_factor)
         _check_optimizer(compression, process_set)
         options = ReduceOptions(process_set=process_set, sparse_as_dense=sparse_as_dense)
         reducer = Reducer(compression, options, user="a DistributedGradientTape")

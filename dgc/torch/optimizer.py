@@ -176,8 +176,7 @@ def DistributedOptimizer(
             if isinstance(job, TorchHorovod):
                 HOROVOD.module()
                 HOROVOD.refuse_adasum(op)
-            op = compression.use_op(op)
-            check_predivide(gradient_predivide_factor, op)
+            op = compression.use_op(op, gradient_predivide_factor)
             members = compression.process_set(process_set)
         compression.bind(named, optimizer, members)
         vars(optimizer).update(attributes, compression=compression, op=op, process_set=members)

@@ -52,6 +52,23 @@ def test_nothing_remains_of_a_binding_that_failed():
     run_ranks(2, one_rank)
 
 
+def test_a_wrapper_sets_the_op_once():
+    compressor = Compressor(None)
+    assert (compressor.use_op(None), compressor.use_op("Sum"), compressor.use_op(None)) == ("average", "sum", "sum")
+    compressor.is_bound = True
+    with pytest.raises(ConfigError, match="the compressor has op=sum, the optimizer op=average"):
+        compressor.use_op("average")
+    with pytest.raises(ConfigError, match="the compressor has op=average, the optimizer op=sum"):
+        Compressor(None, op="average").use_op("sum")
+
+
+def test_a_wrapper_that_is_refused_leaves_the_op_as_it_was():
+    compressor = Compressor(None)
+    with pytest.raises(ConfigError, match="gradient_predivide_factor needs"):
+        compressor.use_op("sum", 2.0)
+    assert compressor.config.op == "average"
+
+
 def test_a_transport_that_the_user_brought_stays_open():
     def one_rank(transport):
         closed = []
