@@ -1,12 +1,11 @@
-"""Compare what the ranks train before any gradient is sent.
+"""Comparisons between ranks, before any gradient is sent: their options, their parameters, the values of these.
 
 Ranks that disagree on an option or on a parameter would hang, or decode each other's messages wrongly. So at
-construction every rank describes itself and all descriptions are compared; a difference, or an error on one rank
-alone, becomes an error on every rank.
+construction every rank describes itself and all descriptions are compared; a difference, or an error on one rank,
+becomes an error on every rank.
 
-And do they train the same model? Asked once per compressor, with a few values of every parameter. A broadcast that was
-forgotten leaves every rank with a model of its own: the averaged gradients fit none of them, the loss may still go
-down, and nothing else would tell.
+Once per compressor a few values of every parameter are compared as well. Without a broadcast every rank trains a model
+of its own: the averaged gradients fit none of them, but the loss may still go down.
 
 P = number of ranks.
 """
@@ -25,8 +24,7 @@ from dgc import errors
 from dgc.core.collectives import LENGTH_BYTES, Transport, gather_rows, gather_texts
 from dgc.errors import ConfigError, DGCError, RemoteError, TransportError
 
-ERROR_KEY = "__error__"
-"""The key under which a rank reports that it has no description, because building it failed."""
+ERROR_KEY = "__error__"  # a rank that could not build its description sends its error under this key
 
 _DIGEST_BYTES = 16
 _GROUPS_SHOWN = 8
@@ -46,17 +44,16 @@ def require_agreement(
 
     Args:
         transport: connects the ranks.
-        description: ordered names and values, e.g. options, or a parameter's name and "shape dtype". Values are
-            compared by their JSON text, so NaN equals NaN; what JSON does not know is compared by its ``repr``.
-        what: what is described, for the message: "options of the compressor", "parameters".
+        description: ordered names and values, such as options, or a parameter's name and "shape dtype". Values are
+            compared by their JSON text, so NaN equals NaN, or by their ``repr`` where JSON does not know their type.
+        what: the subject of the message: "options of the compressor", "parameters".
         error: class of the error about a difference.
-        advice: what to do, for the message.
+        advice: the end of the message, which says what to do.
 
     Raises:
         DGCError: of class ``error``: descriptions differ. Names the first differing key in rank 0's order with each
             rank's value.
-        RemoteError: a rank contributed an error under ``"__error__"``; or that error's own class, when it is one of
-            this package.
+        RemoteError: a rank has sent an error; its own class if that is one of this package.
         TransportError: the ranks could not be asked.
     """
     descriptions = gather_if_different(transport, description)
@@ -79,11 +76,9 @@ def agree_or_raise(
 ) -> Mapping[str, Any]:
     """Run ``build`` on every rank and require that all ranks built the same description.
 
-    Where ``build`` raises, that rank gets its own exception and all others one that names the rank and the message,
-    so that no rank waits for one that gave up.
-
-    ``build`` makes this rank's description, which is returned, and may do the local work of a construction on the way;
-    all else is as in :func:`require_agreement`.
+    If ``build`` raises, this rank gets the exception, and the others an error with the rank and the message. ``build``
+    returns this rank's description, and may do the local work of a construction. For the other arguments see
+    :func:`require_agreement`.
     """
     try:
         description = build()
@@ -95,19 +90,16 @@ def agree_or_raise(
 
 
 def tell_error(transport: Transport, error: Exception) -> None:
-    """Tell the others, who compare descriptions now, why this rank has none. Collective, as their comparison is."""
+    """Tell the ranks in :func:`require_agreement` why this one has no description. Collective."""
     report(error, lambda described: gather_if_different(transport, {ERROR_KEY: described}))
 
 
 def report(error: Exception, gather: Callable[[list[str]], object]) -> None:
-    """Give ``gather`` an error's class and message for the other ranks.
-
-    The error gets a note where it could not be reported to them.
-    """
+    """Send an error's class and message through ``gather``; the error gets a note if that fails."""
     try:
         gather([type(error).__name__, str(error)])
     except TransportError as lost:
-        # What add_note does, which Python 3.10 lacks.
+        # As add_note() does, which Python 3.10 lacks.
         note = f"and this could not be reported to the other ranks: {lost}"
         error.__notes__ = [*getattr(error, "__notes__", []), note]
 
@@ -119,7 +111,7 @@ def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:
 
 
 def error_of(rank: int, name: str, message: str) -> DGCError:
-    """What another rank has reported by :func:`report`."""
+    """Return the error that another rank has sent by :func:`report`."""
     own_class = getattr(errors, name, None)
     if isinstance(own_class, type) and issubclass(own_class, DGCError):
         return own_class(f"rank {rank}: {message}")
@@ -134,7 +126,7 @@ def _value_text(value: object) -> str:
     try:
         return json.dumps(value, sort_keys=True, default=repr)
     except (TypeError, ValueError):
-        # Keys that JSON cannot sort, or a value that contains itself: still comparable, still no hang.
+        # Keys that JSON cannot sort, or a value that contains itself.
         return json.dumps(repr(value))
 
 
@@ -143,7 +135,7 @@ def _decode(text: bytes) -> dict[str, str]:
 
 
 def gather_if_different(transport: Transport, description: Mapping[str, Any]) -> list[dict[str, str]] | None:
-    """Every rank's description as key -> JSON text, in rank order; None when all are equal. Collective."""
+    """Return all ranks' descriptions as key -> JSON text in rank order; None if all are equal. Collective."""
     text = _encode(description)
     head = hashlib.sha256(text).digest()[:_DIGEST_BYTES] + len(text).to_bytes(LENGTH_BYTES, "little")
     heads = gather_rows(transport, np.frombuffer(head, np.uint8))
@@ -165,7 +157,7 @@ def _first_difference(descriptions: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """One entry per distinct value with its ranks: "0.9 on ranks 0-2 and 0.5 on rank 3"."""
+    """Return each distinct value with its ranks: "0.9 on ranks 0-2 and 0.5 on rank 3"."""
     shown = []
     for value in dict.fromkeys(values):
         text = value if len(value) <= _VALUE_CHARACTERS else value[: _VALUE_CHARACTERS - 3] + "..."
@@ -176,19 +168,18 @@ def _by_value(values: Sequence[str]) -> str:
 
 
 def _rank_list(ranks: Sequence[int]) -> str:
-    # Neighbours have the same distance to their place in the list.
+    # In a run of neighbours, rank minus place in the list is constant.
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(names)
 
 
 _SAMPLES = 8
-_TOLERANCE = 1e-3
-"""Relative. Ranks on unlike machines may round a first step differently; models that were never alike differ more."""
+_TOLERANCE = 1e-3  # relative: different machines may round a first step differently; separate models differ by more
 
 
 def sample_places(numel: int) -> np.ndarray:
-    """(at most 8,) int64: places of a flat tensor that are compared, spread over all of it."""
+    """Return the places of a flat tensor that are compared, spread over all of it: (at most 8,) int64."""
     return np.unique(np.linspace(0, numel - 1, _SAMPLES).astype(np.int64)) if numel else np.empty(0, np.int64)
 
 
@@ -196,7 +187,7 @@ def require_replicas(transport: Transport, values: Mapping[str, np.ndarray], adv
     """Raise the same error on every rank unless all ranks hold the same values. Collective.
 
     Raises:
-        ConfigError: they differ by more than rounding explains; names the first difference.
+        ConfigError: they differ by more than rounding; names the first difference.
         TransportError: the ranks could not be asked.
     """
     own = np.concatenate([np.asarray(v, np.float64).reshape(-1) for v in values.values()] or [np.empty(0)])

@@ -1,4 +1,4 @@
-"""Who takes part: the ranks that exchange with each other, and Horovod as both adapters use it."""
+"""The ranks that exchange with each other, and Horovod as both adapters use it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.adapter.agreement import tell_error
 from dgc.adapter.transport_choice import CHOICES, choose_transport, tell_no_choice
@@ -36,8 +37,7 @@ SHUT_DOWN = (
 
 Own = TypeVar("Own", bound="Horovod")
 
-_instances = itertools.count()
-"""Numbers what uses tensor names in this process, so that two of them never use the same one at the same time."""
+_instances = itertools.count()  # numbers the users of tensor names in this process: no two use a name at the same time
 
 
 class ProcessSet(Protocol):
@@ -57,12 +57,12 @@ class ProcessSet(Protocol):
 
 
 class Job(abc.ABC):
-    """The ranks that exchange with each other: of a Horovod process set, or of a torch.distributed process group."""
+    """The ranks of a Horovod process set or of a torch.distributed process group, which exchange with each other."""
 
     @property
     @abc.abstractmethod
     def members(self) -> Any:
-        """What the library calls them: a ``hvd.ProcessSet``, or a process group."""
+        """The library's object for them: a ``hvd.ProcessSet``, or a process group."""
 
     @property
     @abc.abstractmethod
@@ -81,23 +81,23 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def require_ready(self) -> object:
-        """Every constructor that meets other ranks begins here."""
+        """Require that the library is initialised; every constructor that meets other ranks begins with it."""
 
     @abc.abstractmethod
     def of(self, process_set: Any = None, other: Any = None) -> Job:
-        """The ranks that a compressor or its wrapper names; these when neither names any."""
+        """Return the ranks that a compressor or its wrapper names, or these if neither names any."""
 
     @abc.abstractmethod
     def op_name(self, op: object) -> str:
-        """A reduce op of the library, or its name, as "average" or "sum"."""
+        """Return "average" or "sum" for one of the library's reduce ops, or for its name."""
 
     @abc.abstractmethod
     def gather(self, value: object, question: str) -> list[Any]:
-        """Every rank's small value, in rank order. Collective."""
+        """Return every rank's small value, in rank order. Collective."""
 
     @abc.abstractmethod
     def make_transport(self, choice: str | Collectives = "auto") -> Transport:
-        """Make what carries messages among the ranks. Collective.
+        """Make the transport among the ranks. Collective.
 
         Args:
             choice: a name from :data:`dgc.adapter.transport_choice.CHOICES`; or a transport, on every rank.
@@ -105,11 +105,10 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def tell(self, error: Exception) -> None:
-        """Tell the other ranks, which are in :meth:`make_transport`, why this one cannot follow. Collective."""
+        """Tell the other ranks, which are in :meth:`make_transport`, why this one does not come. Collective."""
 
 
-_SILENCE = 5.0
-"""Seconds after which an error is printed, if the other ranks have not come to hear of it."""
+_SILENCE = 5.0  # seconds until an error is printed for which the other ranks have not come
 
 
 @contextlib.contextmanager
@@ -145,11 +144,11 @@ class Horovod(Job):
     """One framework's Horovod, and the ranks of one of its process sets. An adapter makes one object, of all ranks.
 
     Attributes:
-        framework: as users call it.
-        module_name: what is imported.
-        package: the adapter's, for errors.
-        process_set: of these ranks; None for all.
-        elastic: whether constructors may meet the other ranks of an elastic job now: all of them are at the same place.
+        framework: the framework's name, for errors.
+        module_name: the module that is imported.
+        package: the adapter's name, for errors.
+        process_set: the process set of these ranks; None for all ranks.
+        elastic: whether all ranks of an elastic job are at the same place now, so that constructors may meet them.
     """
 
     framework: ClassVar[str]
@@ -162,20 +161,20 @@ class Horovod(Job):
 
     @abc.abstractmethod
     def load(self) -> ModuleType:
-        """Import it."""
+        """Import the module."""
 
     @abc.abstractmethod
     def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
-        """The ranks' (m_r,) uint8 messages joined in rank order. Collective."""
+        """Return the ranks' (m_r,) uint8 messages, joined in rank order. Collective."""
 
     @abc.abstractmethod
     def own_transport(self) -> Transport:
-        """A transport of Horovod's own collectives. Collective."""
+        """Make a transport of Horovod's own collectives. Collective."""
 
     # -- the module ----------------------------------------------------------------------------------------------
 
     def module(self, initialized: bool = True) -> ModuleType:
-        """Import Horovod."""
+        """Return Horovod's module, which must be initialised unless that is not needed."""
         hint = f"Build Horovod for the installed {self.framework} with: python -m dgc build-horovod --install"
         try:
             hvd = self.load()
@@ -190,7 +189,8 @@ class Horovod(Job):
             raise ConfigError(f"Horovod is not initialised: call hvd.init() before anything of {self.package}")
         return hvd
 
-    def require_ready(self) -> ModuleType:  # noqa: D102
+    @override
+    def require_ready(self) -> ModuleType:
         hvd = self.module()
         if os.environ.get("HOROVOD_ELASTIC") == "1" and not self.elastic:
             raise ConfigError(
@@ -200,27 +200,32 @@ class Horovod(Job):
         _let_children_end(hvd)
         return hvd
 
-    # -- who takes part ------------------------------------------------------------------------------------------
+    # -- the ranks -----------------------------------------------------------------------------------------------
 
     @property
-    def members(self) -> ProcessSet:  # noqa: D102
+    @override
+    def members(self) -> ProcessSet:
         given = self.process_set
         chosen: ProcessSet = self.module(initialized=False).global_process_set if given is None else given
         return chosen
 
     @property
-    def included(self) -> bool:  # noqa: D102
+    @override
+    def included(self) -> bool:
         return bool(self.members.included())
 
     @property
-    def rank(self) -> int:  # noqa: D102
+    @override
+    def rank(self) -> int:
         return self.members.rank()
 
     @property
-    def size(self) -> int:  # noqa: D102
+    @override
+    def size(self) -> int:
         return self.members.size()
 
-    def of(self: Own, process_set: ProcessSet | None = None, other: ProcessSet | None = None) -> Own:  # noqa: D102
+    @override
+    def of(self: Own, process_set: ProcessSet | None = None, other: ProcessSet | None = None) -> Own:
         for given in (process_set, other):
             if given is not None and not hasattr(given, "process_set_id"):
                 raise ConfigError(
@@ -236,7 +241,7 @@ class Horovod(Job):
         return job
 
     def require_member(self) -> ProcessSet:
-        """The process set, with this process in it."""
+        """Return the process set, which this process must be in."""
         hvd, members = self.module(), self.members
         if members.process_set_id is None:
             raise ConfigError(
@@ -247,7 +252,7 @@ class Horovod(Job):
         return members
 
     def is_alone(self, process_set: ProcessSet | None = None) -> bool | None:
-        """Whether this process exchanges nothing: one rank, or outside the set; None before ``hvd.init()``."""
+        """Whether this process exchanges nothing (one rank, or not in the set); None before ``hvd.init()``."""
         job = self.of(process_set)
         if not self.module(initialized=False).is_initialized():
             return None
@@ -255,21 +260,23 @@ class Horovod(Job):
 
     # -- talking -------------------------------------------------------------------------------------------------
 
-    def gather(self, value: object, question: str) -> list[Any]:  # noqa: D102
+    @override
+    def gather(self, value: object, question: str) -> list[Any]:
         # One line per rank: Horovod joins arrays of different lengths, and JSON has no line ends of its own.
         line = np.frombuffer((json.dumps(value) + "\n").encode(), np.uint8).copy()
         lines = self.gather_bytes(line, f"dgc.{self.members.process_set_id}.{question}")
         return [json.loads(text) for text in lines.tobytes().decode().splitlines()]
 
     def unique_name(self, prefix: str) -> str:
-        """A beginning of tensor names that nothing else of the job uses. Collective."""
-        # A rank may have met others in other process sets before; the largest number is new to all members.
+        """Return a prefix of tensor names that nothing else in the job uses. Collective."""
+        # The members may have counted differently in other process sets; the largest number is new to all of them.
         numbers = self.gather(next(_instances), f"{prefix}.number")
         return f"{prefix}.{self.members.process_set_id}.{max(numbers)}"
 
-    def make_transport(self, choice: str | Collectives = "auto") -> Transport:  # noqa: D102
+    @override
+    def make_transport(self, choice: str | Collectives = "auto") -> Transport:
         if not isinstance(choice, str):
-            # Needs no Horovod, so that a test can bring ranks of its own.
+            # This needs no Horovod, so that a test can bring its own ranks.
             if isinstance(choice, Collectives):
                 return as_transport(choice)
             with errors_on_all_ranks(self):
@@ -277,13 +284,15 @@ class Horovod(Job):
         self.require_member()
         return choose_transport(choice, self.module(), self.gather, self.own_transport)
 
-    def tell(self, error: Exception) -> None:  # noqa: D102
+    @override
+    def tell(self, error: Exception) -> None:
         self.require_member()
         tell_no_choice(error, self.module().rank(), self.gather)
 
     # -- reduce ops ----------------------------------------------------------------------------------------------
 
-    def op_name(self, op: object) -> str:  # noqa: D102
+    @override
+    def op_name(self, op: object) -> str:
         if isinstance(op, str):
             return op.lower()
         hvd = self.module(initialized=False)
@@ -299,7 +308,7 @@ class Horovod(Job):
             raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
 
     def reduce_op(self, op: object) -> object:
-        """Horovod's constant for "average" or "sum"; anything but a text as it is."""
+        """Return Horovod's constant for "average" or "sum"; anything else as it is."""
         if not isinstance(op, str):
             return op
         hvd = self.module(initialized=False)
@@ -313,10 +322,10 @@ _children_end: set[str] = set()
 
 
 def _let_children_end(hvd: ModuleType) -> None:
-    """Take out of forked children what would wait for, or take away, what only their parent has.
+    """In a forked child, disable the exit handlers and C++ destructors that belong to the parent.
 
-    That is Horovod's exit handler, which joins a thread, and C++ destructors of what lives as long as a process: those
-    of Gloo take the parent's sockets out of the set that the kernel watches for both.
+    Horovod's exit handler would wait for a thread that the child does not have. Gloo's destructors would remove the
+    parent's sockets from an epoll set that both processes share.
     """
     init = getattr(hvd, "init", None)
     basics = getattr(init, "__self__", None) or getattr(
@@ -331,11 +340,11 @@ def _let_children_end(hvd: ModuleType) -> None:
 
 
 def _plain_end() -> Callable[[], None] | None:
-    """What a child calls to end without destructors of its parent's; None where the C library has no ``on_exit``.
+    """Return a function that lets a child end without its parent's destructors; None without C's ``on_exit``.
 
-    Handlers of ``exit()`` run last in, first out, destructors among them. So what is there at the fork comes after
-    what the child registers: closing the C library's files, as ``exit()`` does at its very end, and ``_exit()``. Both
-    are functions of C, since no Python is left by then; they ignore what a handler is given beyond their arguments.
+    ``exit()`` runs handlers and destructors in reverse order. So the child's handlers run before the destructors that
+    it inherits: one closes the C library's files, as ``exit()`` does in the end, the other calls ``_exit()``. Both are
+    C functions, because Python has ended by then; they ignore the arguments of a handler.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -353,14 +362,14 @@ def _plain_end() -> Callable[[], None] | None:
 
 
 def same_set(one: ProcessSet | None, other: ProcessSet | None) -> bool:
-    """Whether two process sets are the same; Horovod gives every set that it knows a number."""
+    """Whether two process sets are the same: Horovod gives each set a number."""
     if one is None or other is None:
         return one is other
     return one is other or (one.process_set_id is not None and one.process_set_id == other.process_set_id)
 
 
 def check_placeholder(value: float, *, op: str, size: int) -> None:
-    """Look at what Horovod made of a 1.0 from every rank: it betrays another op, and ranks that have joined."""
+    """Check what Horovod made of a 1.0 from every rank: it shows another op, and ranks that have joined."""
     expected = float(size) if op == "sum" else 1.0
     if abs(value - expected) < 1e-3:
         return

@@ -1,4 +1,4 @@
-"""Which transport a Horovod job uses: the ranks tell each other what they asked for and what they can use."""
+"""The choice of a Horovod job's transport: ranks tell each other what they asked for and what they can use."""
 
 from __future__ import annotations
 
@@ -10,30 +10,27 @@ from dgc.adapter.agreement import error_of, report
 from dgc.adapter.checks import warn_once
 from dgc.core.collectives import Transport
 from dgc.errors import ConfigError, TransportError
-from dgc.transport.mpi import MPITransport, import_running_mpi, why_unusable
+from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
 CHOICES = ("auto", "mpi", "horovod")
 
+Gather = Callable[[Any, str], list[Any]]  # (value, question) -> the small values of all ranks in rank order
 _QUESTION = "transport.choice"
-
-
-Gather = Callable[[Any, str], list[Any]]  # asks all ranks for a small value: (value, question) -> list in rank order
 
 
 def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod: Callable[[], Transport]) -> Transport:
     """Make the transport for a group of ranks. Collective.
 
-    All ranks tell each other what they asked for and whether they can use MPI, and all decide alike: a rank without
-    mpi4py never waits on another channel than its peers.
+    All ranks decide from the same answers, so that no rank waits in one library for ranks that wait in another.
 
     Args:
-        choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi where
-            every rank can use it, else horovod, with one warning if Horovod itself does run on MPI.
+        choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi if
+            every rank can use it, else horovod, with one warning if Horovod runs on MPI.
         hvd: the framework's Horovod module, initialised.
         gather: asks all ranks of the group.
         make_horovod: makes the framework's Horovod transport for the group.
     """
-    # Only who may need MPI looks for it: importing mpi4py is not free of side effects.
+    # MPI is looked for only where it may be used, because importing mpi4py has side effects.
     refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)
     answers = _ask({"rank": hvd.rank(), "choice": choice, "refusal": refusal}, gather)
     if choice == "horovod":
@@ -44,7 +41,7 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
         return MPITransport(expect_rank=hvd.rank(), expect_size=hvd.size(), ranks=ranks)
     if choice == "mpi":
         raise TransportError(f'transport="mpi" cannot be used. {refusal}. transport="auto" or "horovod" works here.')
-    # Under Gloo Horovod is simply the right transport; under MPI somebody loses speed without knowing.
+    # Under Gloo Horovod's collectives are the right choice; under MPI they cost speed, which nobody would notice.
     if hvd.mpi_enabled() and answers[0]["rank"] == hvd.rank():
         warn_once(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {refusal}")
     return make_horovod()
@@ -56,13 +53,13 @@ def require_no_choice(rank: int, gather: Gather) -> None:
 
 
 def tell_no_choice(error: Exception, rank: int, gather: Gather) -> None:
-    """Tell the other ranks, which make a transport or require that there is none, why this one fails. Collective."""
+    """Tell the ranks in :func:`choose_transport` or :func:`require_no_choice` why this one fails. Collective."""
     own = {"rank": rank, "choice": None, "refusal": None}
     report(error, lambda described: gather({**own, "error": described}, _QUESTION))
 
 
 def _ask(own: dict[str, Any], gather: Gather) -> list[dict[str, Any]]:
-    """All ranks' answers, which are known and equal choices."""
+    """Return the answers of all ranks, whose choices must be known and equal."""
     try:
         answers = gather(own, _QUESTION)
     except TransportError as error:
@@ -94,7 +91,7 @@ def _require_known_choice(answers: list[dict[str, Any]]) -> None:
 
 
 def _why_not_mpi(hvd: ModuleType) -> str | None:
-    """Why this rank cannot use mpi4py beside Horovod, or None. Local: no communication."""
+    """Return why this rank cannot use mpi4py beside Horovod, or None. Local: no communication."""
     if not hvd.mpi_built():
         return "Horovod was built without MPI"
     if not hvd.mpi_enabled():
@@ -106,7 +103,7 @@ def _why_not_mpi(hvd: ModuleType) -> str | None:
             "or use an MPI library built with thread support"
         )
     try:
-        mpi = import_running_mpi()
+        mpi = import_mpi(start=False)
     except TransportError as error:
         return str(error)
     if not mpi.Is_initialized():

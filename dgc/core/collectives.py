@@ -1,4 +1,4 @@
-"""What the exchange needs from whatever moves its bytes: four members and two collectives; all else has a default.
+"""The two collectives that the exchange needs, what a transport must be to offer them, and checks of their arguments.
 
 P = number of ranks, m = message bytes. Every rank must call the same collectives in the same order.
 """
@@ -11,36 +11,43 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.errors import TransportError
 
 
 @runtime_checkable
 class Collectives(Protocol):
-    """The least that an object given as ``transport=`` must have; :class:`Transport` says what each member does."""
+    """The members that an object given as ``transport=`` must have; see :class:`Transport`."""
 
     rank: int
     size: int
     name: str
 
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None: ...  # noqa: D102
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
+        """See :meth:`Transport.allgather`."""
 
-    def allreduce(self, array: np.ndarray, op: str = "sum") -> None: ...  # noqa: D102
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
+        """See :meth:`Transport.allreduce`."""
 
-    def close(self) -> None: ...  # noqa: D102
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
 
 
 class Transport(abc.ABC):
-    """Moves messages between the ranks of one job (or of one process set)."""
+    """Moves messages between the ranks of a job or of a process set.
+
+    Attributes:
+        rank: this process' place in the group, 0 <= rank < size.
+        size: number of ranks in the group, P.
+        name: short name for statistics and errors: "local", "mpi", "horovod".
+        inside: where each node exchanges as one rank, the transport within this rank's node.
+    """
 
     rank: int
-    """This process' place in the group, 0 <= rank < size."""
     size: int
-    """Number of ranks in the group, P."""
     name: str
-    """Short name for statistics and errors: "local", "mpi", "horovod"."""
     inside: Transport | None = None
-    """Where each node exchanges as one rank: the transport within this rank's node."""
 
     @abc.abstractmethod
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
@@ -64,18 +71,18 @@ class Transport(abc.ABC):
 
     @property
     def whole(self) -> Transport:
-        """The transport among all ranks, where each node exchanges as one rank; else this one."""
+        """The transport among all ranks: another one than this where each node exchanges as one rank."""
         return self
 
     def end_job(self, error: Exception) -> None:  # noqa: B027
-        """End all ranks with this one, where the transport can: its caller waits for a rank that is gone."""
+        """End all ranks of the job, if the transport can; called when a rank is gone and the others wait for it."""
 
     def rank_info(self) -> dict[str, int]:
-        """This process' rank among all ranks, their number and, where nodes send as one, the number of nodes."""
+        """Return this process' rank among all ranks, their number and, if nodes send as one, the number of nodes."""
         return {"rank": self.rank, "size": self.size}
 
     def label(self, rank: int) -> str:
-        """How an error names a rank of this transport."""
+        """Return how an error names a rank of this transport."""
         return f"rank {rank}" if self.inside is None else f"node {rank}"
 
 
@@ -84,36 +91,39 @@ class Divisible(Transport):
 
     @abc.abstractmethod
     def broadcast(self, array: np.ndarray) -> None:
-        """Overwrite ``array``, contiguous and of the same type and size on every rank, with that of rank 0."""
+        """Overwrite a contiguous array, of the same type and size on every rank, with the array of rank 0."""
 
     @abc.abstractmethod
     def split(self, color: int) -> Divisible:
-        """A transport among the ranks that give the same color, in the same order. Collective."""
+        """Return a transport among the ranks that give the same color, in the same order. Collective."""
 
     def nodes(self) -> list[int] | None:
-        """For each rank the lowest one that shares its memory; None where that is not known. Collective."""
+        """Return for each rank the lowest rank that shares its memory; None if that is not known. Collective."""
         return None
 
 
 class _Wrapped(Transport):
-    """A user's object with no more than the members of :class:`Collectives`."""
+    """A transport that calls a user's object."""
 
     def __init__(self, given: Collectives) -> None:
         self.rank, self.size, self.name = given.rank, given.size, given.name
         self.given = given
 
+    @override
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
         self.given.allgather(message, out)
 
+    @override
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
         self.given.allreduce(array, op)
 
+    @override
     def close(self) -> None:
         self.given.close()
 
 
 def as_transport(given: Collectives) -> Transport:
-    """The object itself if it derives from :class:`Transport`, else one that calls it."""
+    """Return the object itself if it derives from :class:`Transport`, else a transport that calls it."""
     return given if isinstance(given, Transport) else _Wrapped(given)
 
 
@@ -121,11 +131,10 @@ def as_transport(given: Collectives) -> Transport:
 # ranks of an MPI transport first tell each other that they have come.
 SMALL_BYTES = 64 * 1024
 
-BYTE_LIMIT = 2**31 - 1
-"""Largest buffer of one collective: MPI counts elements in a signed 32-bit integer."""
+BYTE_LIMIT = 2**31 - 1  # largest buffer of a collective: MPI counts elements in a signed 32-bit integer
 
+# np.maximum keeps a NaN of any rank; with MPI_MAX that depends on the order of the ranks.
 REDUCTIONS = {"sum": np.add, "max": np.maximum}
-"""Reductions by name. ``np.maximum`` keeps a NaN wherever it comes from; MPI_MAX lets the order of ranks decide."""
 
 
 def check_allgather(message: np.ndarray, out: np.ndarray, size: int) -> None:
@@ -175,25 +184,25 @@ def _describe(array: np.ndarray) -> str:
     return f"{array.dtype.name} of shape {array.shape}{traits}"
 
 
-LENGTH_BYTES = 8
+LENGTH_BYTES = 8  # of the length that a rank sends before a text
 
 
 def gather_values(transport: Transport, value: object) -> list[Any]:
-    """Every rank's small value, which JSON must know, in rank order. Collective."""
+    """Return every rank's small value, of a type that JSON knows, in rank order. Collective."""
     text = json.dumps(value).encode()
     lengths = gather_rows(transport, np.frombuffer(len(text).to_bytes(LENGTH_BYTES, "little"), np.uint8))
     return [json.loads(each) for each in gather_texts(transport, text, lengths.view("<i8")[:, 0].tolist())]
 
 
 def gather_texts(transport: Transport, text: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """Every rank's text, of a length that is known. Collective."""
+    """Return every rank's text, given the lengths of all texts. Collective."""
     padded = np.zeros(max(lengths), np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     return [row[:n].tobytes() for row, n in zip(gather_rows(transport, padded), lengths, strict=True)]
 
 
 def gather_rows(transport: Transport, message: np.ndarray) -> np.ndarray:
-    """Every rank's message, (m,) uint8, as (P, m). Collective."""
+    """Return the messages of all ranks, (P, m) uint8, given this rank's, (m,). Collective."""
     out = np.empty((transport.size, message.size), np.uint8)
     transport.allgather(np.ascontiguousarray(message), out)
     return out

@@ -1,7 +1,7 @@
 """Groups of ranks that exchange as one: the ranks of a node share memory, and only one message leaves it.
 
-P = number of nodes, m = message bytes. Every rank of a node comes to the same message; the lowest one, its *leader*,
-exchanges it with the leaders of the other nodes, and hands on what came.
+P = number of nodes, m = message bytes. All ranks of a node have the same message. The lowest one, its *leader*,
+exchanges it with the leaders of the other nodes and broadcasts their messages within the node.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import zlib
 from collections.abc import Callable
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.core.collectives import Divisible, Transport, check_allgather, check_allreduce, gather_rows
 from dgc.errors import ConfigError, TransportError
 
 logger = logging.getLogger("dgc")
 
+# Bytes before a leader's message, two int64: 1 + the first rank of its node with another message, or 0; and its size.
 _HEAD = 16
-"""Bytes before a leader's message, two int64: 1 + the first rank of its node that came to another message, or 0; and
-the message's size."""
-_TEXT = 1000
-"""Most bytes of what a leader tells its node of an error."""
+_TEXT = 1000  # the most bytes of an error that a leader sends to its node
 _WHY = (
     "it met an error, which it shows itself, or a step was given up, discarded or loaded on some ranks alone, or "
     "learning rate, momentum, loss scale or parameters differ"
@@ -29,12 +28,12 @@ _WHY = (
 
 
 def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Transport:
-    """The transport of gradients. Collective.
+    """Return the transport that carries gradients. Collective.
 
     Args:
-        transport: among all ranks.
-        hierarchical: False: that transport. True: one among nodes. "auto": one among nodes where there are several, and
-            several ranks on one of them. A number: one among groups of so many neighbouring ranks.
+        transport: connects all ranks.
+        hierarchical: False: that transport. True: a transport among nodes. "auto": one among nodes if there are several
+            nodes, and several ranks on one of them. A number: one among groups of this many neighbouring ranks.
     """
     if hierarchical is False or transport.size == 1:
         return transport
@@ -72,7 +71,7 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
 
 
 class HierarchicalTransport(Transport):
-    """A transport among nodes. Every rank of a node calls the same with the same arguments.
+    """A transport among nodes. All ranks of a node make the same calls with the same arguments.
 
     Attributes:
         rank: of this node among the nodes.
@@ -91,7 +90,7 @@ class HierarchicalTransport(Transport):
         self.size = len(firsts)
         self.name = f"{whole.name}, between nodes"
         self.inside = whole.split(first)
-        # Ranks that do not lead form a group too, which is not used.
+        # The ranks that do not lead form a group, too, which is not used.
         across = whole.split(0 if self.inside.rank == 0 else 1)
         self._across: Transport | None = across if self.inside.rank == 0 else None
         if self._across is None:
@@ -99,8 +98,9 @@ class HierarchicalTransport(Transport):
         self._first = first
         self._buffers: dict[int, np.ndarray] = {}
 
+    @override
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every node's message, the same on all its ranks, into ``out``; others are an error of all ranks."""
+        """Copy every node's message into ``out``; an error on all ranks if the ranks of a node have different ones."""
         check_allgather(message, out, self.size)
         size = message.size
         if size not in self._buffers:
@@ -118,8 +118,9 @@ class HierarchicalTransport(Transport):
                 raise _unlike(word - 1, node)
         np.copyto(out, gathered[:, _HEAD:])
 
+    @override
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
-        """Reduce ``array`` in place: a sum counts each node once, whose ranks bring the same; a maximum every rank."""
+        """Reduce ``array`` in place. A sum counts each node once: its ranks have equal arrays. A maximum counts all."""
         check_allreduce(array, op)
         if op == "max":
             self.inside.allreduce(array, op)
@@ -127,39 +128,43 @@ class HierarchicalTransport(Transport):
         self.inside.broadcast(array)
 
     @property
-    def whole(self) -> Transport:  # noqa: D102
+    @override
+    def whole(self) -> Transport:
         return self._whole
 
-    def rank_info(self) -> dict[str, int]:  # noqa: D102
+    @override
+    def rank_info(self) -> dict[str, int]:
         return {"rank": self._whole.rank, "size": self._whole.size, "nodes": self.size}
 
-    def end_job(self, error: Exception) -> None:  # noqa: D102
+    @override
+    def end_job(self, error: Exception) -> None:
         self._whole.end_job(error)
 
+    @override
     def close(self) -> None:
-        """Close the transports within and between nodes. To be called on every rank; ``whole`` stays open."""
+        """Close the transports within and between nodes, on every rank; ``whole`` stays open."""
         if self._across is not None:
             self._across.close()
         self.inside.close()
 
     def _by_leader(self, collective: Callable[[Transport], None]) -> None:
-        """Let the leader exchange with the others, and all ranks of the node know whether that went well."""
-        told, failure = np.zeros(1 + _TEXT, np.uint8), None
+        """Run ``collective`` on the leader, and raise its error on all ranks of the node."""
+        said, failure = np.zeros(1 + _TEXT, np.uint8), None
         if self._across is not None:
             try:
                 collective(self._across)
             except TransportError as error:
                 failure, text = error, str(error).encode()[:_TEXT]
-                told[0] = 1
-                told[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-        self.inside.broadcast(told)
+                said[0] = 1
+                said[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+        self.inside.broadcast(said)
         if failure is not None:
             raise failure
-        if told[0]:
-            raise TransportError(f"rank {self._first}: {bytes(told[1:]).rstrip(bytes(1)).decode(errors='replace')}")
+        if said[0]:
+            raise TransportError(f"rank {self._first}: {bytes(said[1:]).rstrip(bytes(1)).decode(errors='replace')}")
 
     def _first_that_differs(self, message: np.ndarray) -> int:
-        """1 + the first rank of this node whose message is not the leader's, or 0."""
+        """Return 1 + the first rank of this node whose message differs from the leader's, or 0."""
         own = np.array([message.size, zlib.crc32(message.data)], np.int64)
         rows = gather_rows(self.inside, own.view(np.uint8))
         others = np.flatnonzero((rows != rows[0]).any(axis=1))
@@ -167,16 +172,16 @@ class HierarchicalTransport(Transport):
 
 
 def _gather(across: Transport, own: np.ndarray, gathered: np.ndarray) -> None:
-    """Exchange the leaders' messages, which must be of one size."""
+    """Gather the leaders' messages, which must have one size."""
     gathered[:, :_HEAD] = 0
     across.allgather(own, gathered)
     sizes = gathered[:, 8:_HEAD].copy().view(np.int64)[:, 0]
     if (sizes != own.size - _HEAD).any():
         raise TransportError(
-            "the nodes came with messages of different sizes: they are in different steps, or do different things at "
-            "the same time; every step, reset() and load must come on all ranks, in the same order"
+            "the nodes have messages of different sizes: they are in different steps, or do different things at the "
+            "same time; every step, reset() and load must come on all ranks, in the same order"
         )
 
 
 def _unlike(rank: int, node: int) -> TransportError:
-    return TransportError(f"rank {rank} came to another message than the first rank of its node ({node}): {_WHY}")
+    return TransportError(f"rank {rank} has another message than the first rank of its node ({node}): {_WHY}")

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: every algorithm is tested on these, no launcher and no network needed.
+"""The transport between threads of one process: algorithms are tested on it, without a launcher and a network.
 
 P = number of ranks, m = message bytes, n = elements.
 """
@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.core.collectives import Divisible, check_allgather, check_allreduce, reduce_in_rank_order
 from dgc.errors import TransportError
 
-DEFAULT_TIMEOUT = 300.0
-"""Seconds a rank waits for the others before the whole world fails."""
+DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others before all ranks fail
 
 
 class PeerFailedError(TransportError):
-    """This rank was stopped because another rank failed, left or never came."""
+    """Another rank failed, left or did not come, so this one was stopped."""
 
 
 class _World:
     """The meeting point of P threads.
 
-    The last rank to arrive does the work of the collective for all of them while the others sleep, so no rank can
-    change its arrays before everybody has read them.
+    The last rank to arrive runs the collective for all of them while the others sleep, so no rank can change its arrays
+    before everybody has read them.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -41,7 +41,7 @@ class _World:
         self._parts: list[_World] = []
 
     def part(self, size: int) -> _World:
-        """The meeting point of some of the threads, which fails with this one."""
+        """Return a meeting point for some of the threads, which fails when this one fails."""
         made = _World(size, self._timeout)
         self._parts.append(made)
         return made
@@ -72,7 +72,7 @@ class _World:
                 raise type(self._error)(str(self._error))
 
     def leave(self, rank: int) -> None:
-        """Rank ``rank`` makes no further collective; who waits for it fails now instead of waiting on."""
+        """Let a rank make no further collective; ranks that wait for it fail at once."""
         with self._changed:
             self._left.add(rank)
             if self._calls:
@@ -81,7 +81,7 @@ class _World:
                 self._fail(f"{_describe_ranks(self._left)} left before {signature} (called on {waiting})")
 
     def fail(self, reason: str) -> None:
-        """Stop every rank: those that wait now and those that come later."""
+        """Stop every rank: those that wait, and those that come later."""
         with self._changed:
             self._fail(reason)
         for part in self._parts:
@@ -93,7 +93,7 @@ class _World:
         self._changed.notify_all()
 
     def _finish(self, work: Callable[[list[Any]], None]) -> None:
-        """Do the work. Where it fails the ranks are out of step, so no later collective can be trusted."""
+        """Do the work. If it fails, all later collectives fail, too, because the ranks are out of step."""
         calls = [self._calls[rank] for rank in range(self.size)]
         if any(signature != calls[0][0] for signature, _ in calls):
             listed = "; ".join(f"rank {rank}: {signature}" for rank, (signature, _) in enumerate(calls))
@@ -107,20 +107,20 @@ class _World:
 
 
 class LocalTransport(Divisible):
-    """One rank of a world of threads. Make them with :func:`local_world` or through :func:`run_ranks`.
+    """One rank of a world of threads, made by :func:`local_world` or :func:`run_ranks`.
 
-    Sums and maxima are folded in rank order, so results are bit-identical on every rank and from run to run.
+    Sums and maxima are folded in rank order, so results are bit-identical on every rank and in every run.
     """
 
     name = "local"
 
     def __init__(self, world: _World, rank: int) -> None:
-        """Take place ``rank`` in ``world``."""
         self._world = world
         self.rank = rank
         self.size = world.size
 
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
+    @override
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
         check_allgather(message, out, self.size)
 
         def work(calls: list[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -130,7 +130,8 @@ class LocalTransport(Divisible):
 
         self._world.meet(self.rank, f"allgather of {message.size} bytes", (message, out), work)
 
-    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:  # noqa: D102
+    @override
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
         check_allreduce(array, op)
 
         def work(arrays: list[np.ndarray]) -> None:
@@ -141,14 +142,16 @@ class LocalTransport(Divisible):
 
         self._world.meet(self.rank, f"allreduce {op} of {array.size} {array.dtype.name}", array, work)
 
-    def broadcast(self, array: np.ndarray) -> None:  # noqa: D102
+    @override
+    def broadcast(self, array: np.ndarray) -> None:
         def work(arrays: list[np.ndarray]) -> None:
             for target in arrays[1:]:
                 np.copyto(target, arrays[0])
 
         self._world.meet(self.rank, f"broadcast of {array.size} {array.dtype.name}", array, work)
 
-    def split(self, color: int) -> LocalTransport:  # noqa: D102
+    @override
+    def split(self, color: int) -> LocalTransport:
         made: list[LocalTransport] = []
 
         def work(calls: list[tuple[int, list[LocalTransport]]]) -> None:
@@ -160,13 +163,14 @@ class LocalTransport(Divisible):
         self._world.meet(self.rank, "split", (color, made), work)
         return made[0]
 
+    @override
     def close(self) -> None:
         """Leave the world. A rank that still waits for this one gets a TransportError."""
         self._world.leave(self.rank)
 
 
 def local_world(size: int, timeout: float = DEFAULT_TIMEOUT) -> list[LocalTransport]:
-    """The transports of ``size`` ranks, to be used from a thread each; ``timeout``: seconds before all ranks fail."""
+    """Return the transports of ``size`` ranks, one for each thread; all ranks fail after ``timeout`` seconds."""
     if size < 1:
         raise TransportError(f"a world needs at least 1 rank, got size={size}")
     world = _World(size, timeout)
@@ -182,20 +186,20 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function(transport, *args)`` once per rank, each in a thread, and wait for all.
 
-    A rank that raises, or returns while others still wait for it, stops the others with a TransportError.
+    A rank that raises, or that returns while others wait for it, stops the others with a TransportError.
 
     Args:
         size: number of ranks.
         function: called with this rank's :class:`LocalTransport` and ``args``.
-        args: given to every rank, the same objects.
-        timeout: seconds for the whole run.
-        return_errors: put a rank's exception in its place of the result instead of raising the first.
+        args: the same objects for every rank.
+        timeout: seconds until all ranks must have returned.
+        return_errors: return a rank's exception in place of its result, instead of raising the first one.
 
     Returns:
         What ``function`` returned, in rank order.
 
     Raises:
-        Exception: that of the lowest rank which failed by itself, with a note that names the rank.
+        Exception: that of the lowest rank that failed by itself, with a note that names the rank.
         TransportError: a rank did not finish in time.
     """
     transports = local_world(size, timeout)
@@ -221,7 +225,7 @@ def run_ranks(
     if late := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
         reason = f"{_describe_ranks(late)} did not finish within {timeout:g} s"
         world.fail(reason)
-        # Ranks that wait in a collective end now; one that is stuck in code of its own cannot be stopped.
+        # Ranks that wait in a collective end now; a rank that is stuck in its own code cannot be stopped.
         for rank in late:
             threads[rank].join(1.0)
         raise TransportError(reason)

@@ -1,16 +1,16 @@
-"""Ranks of an MPI job, through mpi4py on a communicator of our own; how long they wait, and how they leave.
+"""The transport over MPI: mpi4py on a communicator of its own; how long ranks wait, and how they leave the job.
 
 P = number of ranks, m = message bytes, n = elements.
 
-**How a rank waits.** Open MPI's blocking collectives spin, which takes a core from the backward pass that the exchange
-should hide behind: beside them it kept 72 to 76 % of its speed. So every collective here is a non-blocking one, tested
-first without pause and then with growing sleeps: 97 to 101 %, and no rank learns of the end later than with a blocking
-one (``benchmarks/transport.py``). Where nothing else runs, 25 kB take 12 microseconds instead of 5.
+**How a rank waits.** Open MPI's blocking collectives spin. That takes a core from the backward pass, which kept 72 to
+76 % of its speed beside them. So every collective here is a non-blocking one, tested first without pause and then with
+growing sleeps: the backward pass keeps 97 to 101 %, and no rank learns of the end later (``benchmarks/transport.py``).
+On an idle machine 25 kB take 12 microseconds instead of 5.
 
-**How large messages are sent.** A rank that sleeps moves no fragments: where shared memory copies through small
-buffers, 16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So a large collective begins with eight bytes from
-every rank; while those are missing a rank sleeps, and once they are in, all ranks test without pause for as long as the
-bytes should take.
+**How large messages are sent.** A rank that sleeps moves no data: where shared memory copies through small buffers,
+16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So a large collective begins with eight bytes from every
+rank. A rank sleeps until all of these have come; then all ranks test without pause for as long as the transfer should
+take.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.core.collectives import (
     SMALL_BYTES,
@@ -45,33 +46,29 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+# An allreduce works in chunks that stay in the cache between receiving and adding (0.25 to 8 MiB were equally fast).
+# On many ranks a chunk grows, because each rank sends 1/P of it.
 CHUNK_BYTES = 1024 * 1024
-"""An allreduce works in chunks that stay in the cache between receiving and adding; 0.25 to 8 MiB measured alike."""
-
 CHUNK_BYTES_PER_RANK = 64 * 1024
-"""... but on many ranks a chunk grows, so that the messages it is cut into do not get tiny."""
 
-BROADCAST_BYTES = 256 * 1024 * 1024
-"""A broadcast goes in parts whose size is a C int."""
+BROADCAST_BYTES = 256 * 1024 * 1024  # of one call: MPI counts bytes in a C int
 
+# A waiting rank tests without pause for this time, and for the transfer at this speed: a collective that everybody has
+# reached is over sooner than a sleep. In a slower transfer it may sleep, because the kernel's buffers go on.
 SPIN_SECONDS = 100e-6
-"""Testing without pause at first: a collective that everybody has reached is over sooner than a sleep."""
-
 BYTES_PER_SECOND = 1e9
-"""Adds to the time without pause. A transfer slower than this leaves time to sleep: the kernel's buffers bridge it."""
 
+# Then it sleeps for a quarter of the time waited so far: it is at most a quarter late, and tests rarely in a long wait.
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 500e-6
 SLEEP_FRACTION = 0.25
-"""The next sleep as a share of the time waited so far: never more than a quarter late, and few tests in a long wait."""
 
+# Horovod's variables. Horovod waits for ever by default; a rank here gives up after ten minutes, as Gloo and NCCL do.
 WARN_VARIABLE, WARN_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0
 LIMIT_VARIABLE, LIMIT_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 600.0
 OFF_VARIABLE = "HOROVOD_STALL_CHECK_DISABLE"
-"""Horovod's own names. Unlike there a rank gives up without a setting, after ten minutes, as Gloo and NCCL do."""
 
-SUSPENDED_SECONDS = 5.0
-"""Between two looks of a waiting rank, which are less than a millisecond apart: more means that it did not run."""
+SUSPENDED_SECONDS = 5.0  # between two tests, which are milliseconds apart: the process itself was stopped
 
 _OUT_OF_STEP = (
     ". Ranks do different things at the same time: every step, save_checkpoint() and load must come on all ranks, in "
@@ -80,10 +77,17 @@ _OUT_OF_STEP = (
 )
 
 
-def import_mpi() -> Any:
-    """Import ``mpi4py.MPI``; this initialises MPI unless somebody (Horovod) already has."""
+def import_mpi(*, start: bool = True) -> Any:
+    """Import ``mpi4py.MPI``, which initialises MPI unless Horovod has done so, or ``start`` is False."""
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        before = mpi4py.rc.initialize
+        mpi4py.rc.initialize = start and before
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = before
     except (ImportError, RuntimeError, OSError) as error:
         raise TransportError(
             f"the mpi transport needs mpi4py and an MPI library, and importing mpi4py.MPI failed: {error}. "
@@ -92,26 +96,10 @@ def import_mpi() -> Any:
     return MPI
 
 
-def import_running_mpi() -> Any:
-    """Import ``mpi4py.MPI`` without letting it start an MPI of its own, since Horovod's is running already."""
-    if "mpi4py.MPI" in sys.modules:
-        return import_mpi()
-    try:
-        import mpi4py
-    except ImportError:
-        return import_mpi()
-    before = mpi4py.rc.initialize
-    mpi4py.rc.initialize = False
-    try:
-        return import_mpi()
-    finally:
-        mpi4py.rc.initialize = before
-
-
 def why_unusable(
     mpi: ModuleType, comm: Any, expect_rank: int | None = None, expect_size: int | None = None
 ) -> str | None:
-    """Say why ``comm`` cannot carry an exchange, or None if it can; rank and size are expected by Horovod, if any."""
+    """Return why ``comm`` cannot carry an exchange, or None; a rank and size that are given are Horovod's."""
     if not mpi.Is_initialized() or mpi.Is_finalized():
         state = "is finalized" if mpi.Is_finalized() else "is not initialised"
         return f"MPI {state}: call hvd.init() (or import mpi4py.MPI) first, and stop exchanging before hvd.shutdown()"
@@ -130,15 +118,13 @@ def why_unusable(
 
 
 class MPITransport(Divisible):
-    """Collectives of mpi4py on a duplicate of a communicator, so that no other messages can be taken for ours.
+    """Collectives of mpi4py on a duplicate of a communicator, so that they receive no message of another library.
 
-    To be called by one thread at a time, in the same order on every rank; other threads (Horovod's own, the user's)
-    may use MPI meanwhile.
+    One thread at a time calls them, in the same order on every rank; other threads may use MPI meanwhile.
 
-    An ``allreduce`` is bit-identical on every rank, whatever the MPI library does inside: each rank receives all
-    ranks' values of one part of the array, adds them in rank order, and sends the sums to everybody. So each sum is
-    computed once, on one rank, and equals the one of :class:`~dgc.transport.local.LocalTransport`. It moves as many
-    bytes as a ring.
+    An ``allreduce`` is bit-identical on every rank, for any MPI library: each rank receives all ranks' values of one
+    part of the array, adds them in rank order, and sends the sums to everybody. So each sum is computed once, on one
+    rank, and equals that of :class:`~dgc.transport.local.LocalTransport`. It moves as many bytes as a ring.
     """
 
     name = "mpi"
@@ -155,10 +141,9 @@ class MPITransport(Divisible):
 
         Args:
             comm: the communicator of the job; ``MPI.COMM_WORLD`` if None.
-            expect_rank: what ``comm``'s rank must be here (Horovod's); None to accept any.
-            expect_size: what ``comm``'s size must be (Horovod's); None to accept any.
-            ranks: ranks in ``comm`` that form the group (a process set), in the group's order, this one among them;
-                the others do not call.
+            expect_rank: Horovod's rank, which ``comm`` must have; None to accept any.
+            expect_size: Horovod's size, which ``comm`` must have; None to accept any.
+            ranks: the ranks in ``comm`` that form the group (a process set), in the group's order. Only they call.
         """
         self._mpi = import_mpi()
         parent = self._mpi.COMM_WORLD if comm is None else comm
@@ -180,7 +165,8 @@ class MPITransport(Divisible):
         self._workspace = np.empty(0, np.uint8)
         self._announcements = np.empty(self.size, np.int64)
 
-    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:  # noqa: D102
+    @override
+    def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
         self._require_open()
         check_allgather(message, out, self.size)
         with _as_transport_error(f"allgather of {message.size} bytes"):
@@ -188,7 +174,8 @@ class MPITransport(Divisible):
                 self._wait_for_everybody(message.nbytes)
             self._gather(message, out)
 
-    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:  # noqa: D102
+    @override
+    def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
         self._require_open()
         check_allreduce(array, op)
         if self.size == 1 or array.size == 0:
@@ -204,7 +191,8 @@ class MPITransport(Divisible):
             for start in range(0, array.size, step):
                 self._reduce_chunk(array[start : start + step], op)
 
-    def broadcast(self, array: np.ndarray) -> None:  # noqa: D102
+    @override
+    def broadcast(self, array: np.ndarray) -> None:
         self._require_open()
         if self.size == 1 or array.size == 0:
             return
@@ -216,7 +204,8 @@ class MPITransport(Divisible):
                 part = data[start : start + BROADCAST_BYTES]
                 self._wait(partial(self._comm.Ibcast, [part, self._mpi.BYTE], 0), part.size)
 
-    def split(self, color: int) -> MPITransport:  # noqa: D102
+    @override
+    def split(self, color: int) -> MPITransport:
         self._require_open()
         with _as_transport_error("splitting a communicator"):
             part: Any = self._comm.Split(color, self.rank)
@@ -225,7 +214,8 @@ class MPITransport(Divisible):
         finally:
             part.Free()
 
-    def nodes(self) -> list[int]:  # noqa: D102
+    @override
+    def nodes(self) -> list[int]:
         self._require_open()
         with _as_transport_error("looking for ranks on the same machine"):
             near = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
@@ -233,16 +223,17 @@ class MPITransport(Divisible):
             near.Free()
         return gather_values(self, lowest)
 
+    @override
     def close(self) -> None:
         """Refuse every later call. The communicator (8 kB) stays until the process ends.
 
-        A rank that closes in the middle of another rank's exchange still receives that rank's message. In a freed
-        communicator Open MPI keeps it for the next communicator that gets the same number: it is taken for a message
-        of that one, or ends the process if its sender is no member.
+        If it were freed in the middle of another rank's exchange, Open MPI would hand that rank's message to the next
+        communicator with the same number, or end the process if the sender is not in it.
         """
         self._closed = True
 
-    def end_job(self, error: Exception) -> None:  # noqa: D102
+    @override
+    def end_job(self, error: Exception) -> None:
         give_up(self._mpi, str(error))
 
     def _require_open(self) -> None:
@@ -251,7 +242,7 @@ class MPITransport(Divisible):
         if is_child():
             raise TransportError("this process was forked from a rank of an MPI job and has no part in it")
         if self._mpi.Is_finalized():
-            # Asking MPI for anything now would abort the process.
+            # Any call of MPI would abort the process now.
             raise TransportError("MPI is finalized: stop exchanging before hvd.shutdown()")
 
     def _borrow(self, size: int) -> np.ndarray:
@@ -264,14 +255,14 @@ class MPITransport(Divisible):
         self._wait(partial(self._comm.Iallgather, [message, byte], [out, byte]), out.nbytes)
 
     def _wait_for_everybody(self, size: int) -> None:
-        """Sleep until all ranks have come to the same collective; ``size`` is what they compare."""
+        """Sleep until all ranks have come to the same collective, and compare its size."""
         announced = np.array([size], np.int64)
         self._wait(lambda: self._comm.Iallgather(announced, self._announcements), 0)
         if (self._announcements != size).any():
             raise TransportError(f"the ranks came with different sizes: {self._announcements.tolist()} bytes")
 
     def _reduce_chunk(self, chunk: np.ndarray, op: str) -> None:
-        """Reduce ``chunk`` in place: part r of it on rank r, then everybody gets all parts."""
+        """Reduce ``chunk`` in place: rank r adds up part r of it, then everybody gets all parts."""
         length = -(-chunk.size // self.size)
         starts = [min(rank * length, chunk.size) for rank in range(self.size)]
         counts = [min(start + length, chunk.size) - start for start in starts]
@@ -292,7 +283,7 @@ class MPITransport(Divisible):
     def _wait(self, collective: Callable[[], Any], size: int) -> None:
         """Begin ``collective`` and return when it is done; ``size`` bytes decide how long to test without pause."""
         if self._gave_up:
-            # The collective that was given up is under way, and others would pair with the next one.
+            # The other ranks may still come to the collective that was given up; they would pair it with this one.
             raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
         begun = seen = time.perf_counter()
         spin, patience = SPIN_SECONDS + size / BYTES_PER_SECOND, min(self._warn, self._limit)
@@ -301,7 +292,7 @@ class MPITransport(Divisible):
             while not call(self._mpi, request.Test):
                 now = time.perf_counter()
                 if now - seen > SUSPENDED_SECONDS:
-                    begun += now - seen  # this process itself was stopped: that was no wait
+                    begun += now - seen  # this process was stopped: it did not wait
                 seen, waited = now, now - begun
                 if waited > spin:
                     if waited > patience:
@@ -310,7 +301,7 @@ class MPITransport(Divisible):
                     time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
 
     def _complain(self, waited: float) -> None:
-        """A link that is down, or a process that is stopped, raises no error: a collective simply never ends."""
+        """Warn of a long wait, or give up: a broken link or a stopped process raises no error by itself."""
         does = "gives up" if waited > self._limit else "still waits"
         text = (
             f"rank {self._name} {does} in an exchange of gradients: it has waited {waited:.0f} s for a rank that is "
@@ -327,7 +318,7 @@ class MPITransport(Divisible):
 
 
 def _subgroup(parent: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
-    """A communicator of some of ``parent``'s ranks. Collective over those only."""
+    """Return a communicator of some of ``parent``'s ranks. Collective over those."""
     members = [int(rank) for rank in ranks]
     if len(set(members)) != len(members) or not all(0 <= rank < parent.size for rank in members):
         raise TransportError(f"a process set names distinct ranks below {parent.size}, got {members}")
@@ -357,7 +348,7 @@ def _as_transport_error(what: str) -> Iterator[None]:
 
 
 def longest_wait(variable: str, default: float) -> float:
-    """The seconds in a variable of Horovod's stall inspector; infinite for 0, or where the inspector is off."""
+    """Return the seconds in a variable of Horovod's stall inspector; infinite for 0, or if the inspector is off."""
     text = os.environ.get(variable, "").strip()
     try:
         seconds = float(text or default)
@@ -375,31 +366,26 @@ def _shown(seconds: float) -> str:
 
 # -- how a process leaves the job --------------------------------------------------------------------------------
 #
-# A collective may be over on one rank before another has everything. If the first one then ends, Horovod's exit
-# handler shuts Horovod down on all ranks, and its background thread finalizes MPI beside a rank that waits for the
-# last bytes of the last step. So ranks say farewell first: on a communicator of its own, because a rank that failed
-# and one that still waits in a collective must not be matched with each other, and never for longer than a few
-# seconds, because a rank that failed does not come.
+# A collective may be over on one rank before another rank has all its bytes. If the first one ends then, Horovod's exit
+# handler shuts Horovod down on all ranks, and MPI is finalized while the other one still waits. So the ranks meet in a
+# barrier before they end. It has a communicator of its own, because a rank that failed must not be matched with one
+# that still waits in a collective. It has a time limit, because a rank that failed does not come.
 
-FAREWELL_SECONDS = 5.0
-"""The longest wait for ranks that do not come; they have failed, or still evaluate and need nothing from this one."""
-
+FAREWELL_SECONDS = 5.0  # the longest wait for ranks that have failed, or that still evaluate and need no other rank
 NAP = 200e-6
 
-_calling = threading.Lock()
-"""Held while MPI is called about a collective, so that leaving, and MPI_Finalize, can wait for the last call."""
+_calling = threading.Lock()  # held while MPI is called about a collective: leaving and MPI_Finalize wait for that call
 _leaving = threading.Event()
 _missing = threading.Event()
-_waiting: Counter[int] = Counter()
-"""Collectives of this rank that are under way or were given up, by thread."""
-_forked = threading.Event()
-"""Set in a child that was forked from a rank: it has a copy of everything here, and no part in the job."""
+_waiting: Counter[int] = Counter()  # by thread, the collectives of this rank that are under way or were given up
+_forked = threading.Event()  # set in a child that was forked from a rank: it has no part in the job
+
+# For each group of ranks that has ever exchanged, named by their ranks in the job, a communicator for the barrier.
 _farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
-"""A communicator for the farewell of each group of ranks that has ever exchanged, by their ranks in the job."""
 
 
 def expect_farewell(mpi: ModuleType, comm: MPI.Intracomm) -> None:
-    """Let this rank and the others of ``comm``, which may be freed long before, leave together. Collective."""
+    """Let the ranks of ``comm`` leave the job together; ``comm`` may be freed before. Collective."""
     if not _farewells:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_forked.set)
@@ -413,7 +399,7 @@ def expect_farewell(mpi: ModuleType, comm: MPI.Intracomm) -> None:
 
 
 def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
-    """What a communicator's ranks are called in the whole job."""
+    """Return a communicator's ranks, by their numbers in the job."""
     group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     try:
         return [int(rank) for rank in mpi.Group.Translate_ranks(group, list(range(comm.size)), world)]
@@ -424,7 +410,7 @@ def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """While a collective is under way. One that fails counts for ever: no call can be expected after it."""
+    """Count a collective as under way; one that fails stays counted, because no rank comes to the barrier then."""
     me = threading.get_ident()
     _waiting[me] += 1
     yield
@@ -432,7 +418,7 @@ def waiting() -> Iterator[None]:
 
 
 def call(mpi: ModuleType, function: Callable[[], Result]) -> Result:
-    """What ``function`` returns, which calls MPI; a call after MPI_Finalize would end the process without an error."""
+    """Run ``function``, which calls MPI, unless MPI is finalized: the process would end without an error then."""
     with _calling:
         if _leaving.is_set() or mpi.Is_finalized():
             raise TransportError(
@@ -443,19 +429,19 @@ def call(mpi: ModuleType, function: Callable[[], Result]) -> Result:
 
 
 def give_up(mpi: ModuleType, text: str) -> None:
-    """End the whole job, here and now: the error is not handled, and every orderly way out waits for a missing rank."""
+    """End the job at once: every orderly way out would wait for the missing rank."""
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
     mpi.COMM_WORLD.Abort(1)
 
 
 def abort_at_exit() -> None:
-    """A rank is missing: Horovod's own exit handler would wait for it for ever."""
+    """Abort the job when this process ends: Horovod's exit handler would wait for ever for a rank that is missing."""
     _missing.set()
 
 
 def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
-    """Wait until all ranks that this one exchanged with are here; returns whether they came."""
+    """Wait for all ranks that this one exchanged with; return whether they came."""
     deadline = time.monotonic() + seconds
     try:
         requests: list[Any] = call(mpi, lambda: [comm.Ibarrier() for comm in _farewells.values()])
@@ -467,7 +453,7 @@ def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
 
 
 def leave() -> None:
-    """At exit, before Horovod shuts MPI down: meet the other ranks; no thread calls MPI any more once this returns."""
+    """Meet the other ranks at exit, before Horovod shuts MPI down, and let no thread call MPI any more."""
     if is_child():
         return
     from mpi4py import MPI
@@ -481,22 +467,22 @@ def leave() -> None:
 
 
 def is_child() -> bool:
-    """Whether this process was forked from a rank: what it would send, the other ranks would take for the rank's."""
+    """Whether this process was forked from a rank: other ranks would take its messages for those of the rank."""
     return _forked.is_set()
 
 
 def _hear_of_finalize(mpi: ModuleType) -> None:
-    """Call MPI no more when any thread finalizes it: that deletes the attributes of COMM_SELF before all else.
+    """Stop calling MPI when any thread finalizes it, which first deletes the attributes of COMM_SELF.
 
-    The callback is Python and needs the GIL. Native code that calls C's ``exit()`` with the GIL held would wait for
-    ever for Horovod's thread, which finalizes MPI; Python's own ways out release it.
+    The callback is Python and needs the GIL, which Python's own ways to end a process release. Native code that calls
+    C's ``exit()`` while it holds the GIL would wait for ever for Horovod's thread, which finalizes MPI.
     """
     key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: _stop_calling())
     mpi.COMM_SELF.Set_attr(key, None)
 
 
 def _stop_calling() -> None:
-    """Let no call about a collective begin any more, and wait for the one under way."""
+    """Refuse further calls about collectives, and wait for the one under way."""
     _leaving.set()
     if _calling.acquire(timeout=1.0):
         _calling.release()

@@ -19,7 +19,7 @@ def mpi(monkeypatch):
     """An MPI that works, with what its transport was made with."""
     made = []
     running = SimpleNamespace(Is_initialized=lambda: True, COMM_WORLD="world")
-    monkeypatch.setattr(module, "import_running_mpi", lambda: running)
+    monkeypatch.setattr(module, "import_mpi", lambda start: running)
     monkeypatch.setattr(module, "why_unusable", lambda *arguments: None)
     monkeypatch.setattr(module, "MPITransport", lambda **options: made.append(options) or "mpi")
     module.warn_once.cache_clear()
@@ -96,7 +96,7 @@ def test_mpi_by_name_is_an_error_where_one_rank_cannot(mpi):
 
 
 def test_horovod_by_name_does_not_even_look_for_mpi(monkeypatch, recwarn):
-    monkeypatch.setattr(module, "import_running_mpi", lambda: pytest.fail("looked for MPI"))
+    monkeypatch.setattr(module, "import_mpi", lambda start: pytest.fail("looked for MPI"))
     assert chosen("horovod", others=[(1, "horovod", None)]) == "horovod"
     assert not recwarn.list
 
@@ -110,7 +110,7 @@ def test_horovod_by_name_does_not_even_look_for_mpi(monkeypatch, recwarn):
     ],
 )
 def test_mpi_is_not_imported_where_horovod_does_not_run_on_it(facts, reason, monkeypatch):
-    monkeypatch.setattr(module, "import_running_mpi", lambda: pytest.fail("imported MPI"))
+    monkeypatch.setattr(module, "import_mpi", lambda start: pytest.fail("imported MPI"))
     with pytest.raises(TransportError, match=reason):
         chosen("mpi", horovod(**facts))
 

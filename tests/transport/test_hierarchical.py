@@ -45,7 +45,7 @@ def test_another_message_within_a_node_is_an_error_of_every_rank(who, node, long
     def rank(transport):
         over = HierarchicalTransport(transport, [0, 0, 2, 2])
         size = 9 + longer * (transport.rank == who)
-        text = rf"rank {who} came to another message than the first rank of its node \({node}\)"
+        text = rf"rank {who} has another message than the first rank of its node \({node}\)"
         with pytest.raises(TransportError, match=text):
             over.allgather(np.full(size, transport.rank == who, np.uint8), np.zeros((2, size), np.uint8))
 

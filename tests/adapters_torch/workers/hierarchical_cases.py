@@ -173,7 +173,7 @@ def learning_rates_that_differ_within_a_group_are_an_error_on_all():
     model = make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1 if hvd.rank() != 3 else 0.2)
     optimizer, _ = wrap("b", model, inner, hierarchical=2, **SPARSE)
-    raises(DGCError, "rank 3 came to another message|learning rate", lambda: train(optimizer, model, 2))
+    raises(DGCError, "rank 3 has another message|learning rate", lambda: train(optimizer, model, 2))
 
 
 @case
