@@ -120,7 +120,7 @@ from worker_tools import report
 
 HOROVOD.require_ready()
 transport = MPITransport()
-step = Step(None, ())
+step = Step(())
 out = np.empty((2, 4), np.uint8)
 faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread
 child = os.fork()
