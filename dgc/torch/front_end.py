@@ -7,6 +7,7 @@ transaction of the :class:`~dgc.torch.engine.Engine`; docs/steps.md has the rule
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,6 +117,7 @@ class FrontEnd:
         if optimizer is not self.owner:
             self.saved.follow(optimizer)
             self._owner = weakref.ref(optimizer)
+            _show_options_after_errors(optimizer)
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer is the owner."""
@@ -194,6 +196,28 @@ class FrontEnd:
             warn_of_unknown_scaler()
         engine.adoption.hide(optimizer)
         engine.updates.apply(optimizer)
+
+
+def _show_options_after_errors(optimizer: torch.optim.Optimizer) -> None:
+    """Show the user's options again if ``step()`` raises, where torch calls no hook: wrap it, as schedulers do."""
+    step, living = optimizer.step, weakref.ref(optimizer)
+    function = getattr(step, "__func__", lambda _, *args, **kwargs: step(*args, **kwargs))
+    if hasattr(step, "shows_options"):
+        return
+
+    @untraced
+    def stepping(_: object, *args: Any, **kwargs: Any) -> Any:
+        this = living()
+        try:
+            return function(this, *args, **kwargs)
+        except BaseException:
+            for each in list(_front_ends):
+                if this is each.owner:
+                    each.engine.adoption.show()
+            raise
+
+    vars(stepping).update(vars(getattr(step, "__func__", step)), shows_options=True)
+    vars(optimizer)["step"] = types.MethodType(stepping, weakref.proxy(optimizer))
 
 
 def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int]) -> None:
