@@ -27,7 +27,7 @@ import numpy as np
 from dgc.adapter.warm_up import compiled
 from dgc.core.codecs import SparseCodec
 from dgc.core.config import DGCConfig, entries_to_send
-from dgc.core.exchange.exchange import clip_factors
+from dgc.core.exchange.pipeline import clip_factors
 from dgc.core.kernels.base import SegmentWork, Selection
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.layout import Bucket, Layout, Parameter, make_layout

@@ -33,9 +33,9 @@ from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS, check_positions, padded 
 from dgc.core.compressors import SparseValues  # noqa: E402
 from dgc.core.message import (  # noqa: E402  # noqa: E402
     HEADER_BYTES,
+    Messages,
     Mode,
     RemoteFailure,
-    Sender,
     plan_for,
 )
 from dgc.errors import DGCError  # noqa: E402
@@ -59,7 +59,7 @@ class Target:
             ranks=1,
         )
         assert self.plan.mode is Mode.SPARSE
-        self.sender = Sender(0, local_world(1)[0])
+        self.sender = Messages(0, local_world(1)[0])
         self.messages = [self._message(step) for step in range(4)]
 
     def _message(self, step: int) -> np.ndarray:

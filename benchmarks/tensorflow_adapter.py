@@ -26,7 +26,7 @@ import tensorflow as tf
 from machine import processor
 
 from dgc.core.collectives import Transport
-from dgc.core.exchange.records import Hyper
+from dgc.core.exchange.step import Hyper
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine

@@ -24,7 +24,7 @@ from dgc.adapter.agreement import agree_or_raise
 from dgc.core.collectives import Transport, gather_values
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import StepOptions
+from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError

@@ -33,7 +33,7 @@ from dgc.core.collectives import Transport
 from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.exchange.records import Stats
+from dgc.core.exchange.stats import Stats
 from dgc.core.state import require_op
 from dgc.errors import ConfigError, LayoutError
 

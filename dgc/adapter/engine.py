@@ -15,7 +15,7 @@ from dgc.adapter.agreement import agree_or_raise
 from dgc.core.collectives import Transport
 from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import Stats
+from dgc.core.exchange.stats import Stats
 from dgc.core.layout import Layout
 from dgc.core.state import FORMAT, old_ranks_of, require_fit, require_place, require_sound, resized
 from dgc.errors import DGCError, LayoutError, TransportError

@@ -19,7 +19,7 @@ from dgc.adapter.engine import Observer
 from dgc.core.checks import plain, require_flag
 from dgc.core.compressors import make_config
 from dgc.core.config import DGCConfig
-from dgc.core.exchange.records import Stats
+from dgc.core.exchange.stats import Stats
 from dgc.core.layout import Parameter
 from dgc.errors import ConfigError, LayoutError
 

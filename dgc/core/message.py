@@ -391,8 +391,8 @@ class Incoming:
         return errors.WireError(f"message of {self.origin}: {error}")
 
 
-class Sender:
-    """Writes this rank's messages of one bucket, exchanges them, and checks those of all ranks.
+class Messages:
+    """The messages of one bucket: writes this rank's, exchanges them, and checks those of all ranks.
 
     Attributes:
         payload: where the sparse payload goes, (payload_bytes,) uint8.

@@ -71,7 +71,7 @@ class State:
             kernels: where u and v are.
             own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
         """
-        self._layout, self._own_share = layout, own_share
+        self._layout, self.own_share = layout, own_share
         self._kernels = kernels
         self._memory = kernels.memory
         self.step = 0
@@ -124,7 +124,7 @@ class State:
         return u if share == 1.0 else u / u.dtype.type(share)
 
     def _share_of(self, parameter: int) -> float:
-        return self._own_share if self._layout.is_sparsified(parameter) else 1.0
+        return self.own_share if self._layout.is_sparsified(parameter) else 1.0
 
     def residual(self, parameter: int) -> Array:
         """View of v for one parameter: (numel,), or (0,) for a parameter that is sent dense."""

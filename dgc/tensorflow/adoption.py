@@ -20,7 +20,7 @@ import tensorflow as tf
 from dgc.adapter.checks import warn_of_first_moment
 from dgc.core.compressors import leaves_zeros
 from dgc.core.config import DGCConfig, running_mean
-from dgc.core.exchange.records import Hyper
+from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
 from dgc.tensorflow.tensors import Variable, raw_variable
 

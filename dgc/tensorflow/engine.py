@@ -22,7 +22,7 @@ from dgc.adapter.warm_up import compiled
 from dgc.core.collectives import Transport
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.exchange.records import Hyper, StepOptions
+from dgc.core.exchange.step import Hyper, StepOptions
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Layout, make_layout
 from dgc.core.message import Flags

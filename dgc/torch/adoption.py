@@ -21,7 +21,7 @@ import torch
 from dgc.adapter.checks import warn_of_first_moment
 from dgc.core.config import DGCConfig, is_settled, running_mean
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import Hyper
+from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
 from dgc.torch.tensors import as_array, local
 

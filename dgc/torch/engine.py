@@ -23,7 +23,7 @@ from dgc.core.collectives import Transport, gather_values
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.exchange.records import StepContext, StepOptions
+from dgc.core.exchange.step import Step, StepOptions
 from dgc.core.layout import Layout, make_layout
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
@@ -374,12 +374,12 @@ class Engine(EngineBase):
         self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
         itself = weakref.ref(self)  # the exchange does not keep this engine alive
 
-        def meet_joined(context: StepContext) -> None:
+        def meet_joined(step: Step) -> None:
             if (engine := itself()) is not None:
                 front_end, adoption = engine.front_end, engine.adoption
                 assert front_end.owner is not None, "it has begun the step"
                 at_once = front_end.drives and front_end.in_step
-                engine.follows = share_options(engine.between, context, adoption, front_end.owner, at_once)
+                engine.follows = share_options(engine.between, step, adoption, front_end.owner, at_once)
 
         self.exchange.on_joined = meet_joined
         self._exchange = self.exchange
@@ -387,7 +387,7 @@ class Engine(EngineBase):
 
 def share_options(
     transport: Transport,
-    context: StepContext,
+    step: Step,
     adoption: Adoption,
     optimizer: torch.optim.Optimizer,
     updates: bool,
@@ -395,11 +395,11 @@ def share_options(
     """Give ranks that have joined the options of one that trains. Collective."""
     with adoption.shown(optimizer):
         rows = gather_values(transport, [updates, option_values(optimizer)])
-        trains, options = rows[min(set(range(transport.size)) - set(context.joined))]
-        if transport.rank in context.joined:
+        trains, options = rows[min(set(range(transport.size)) - set(step.joined))]
+        if transport.rank in step.joined:
             set_option_values(optimizer, options)
-            adoption.read(optimizer, context.step)
-            context.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
+            adoption.read(optimizer, step.number)
+            step.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
     return bool(trains)
 
 

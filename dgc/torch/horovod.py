@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from dgc.adapter.job import JOINED, SHUT_DOWN, Horovod
 from dgc.core.collectives import Transport
-from dgc.core.exchange.records import Stats
+from dgc.core.exchange.stats import Stats
 from dgc.errors import ConfigError, StallError, TransportError
 from dgc.transport.library import LibraryTransport
 from dgc.transport.mpi import LIMIT_VARIABLE, longest_wait

@@ -17,7 +17,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
-from dgc.core.exchange.records import EntrySum
+from dgc.core.exchange.entries import EntrySum
 from dgc.torch.tensors import is_sharded, local
 
 # Returns why an optimizer needs dense results in a step; None if it does not.

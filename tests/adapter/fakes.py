@@ -7,7 +7,7 @@ import numpy as np
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.job import Horovod
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import Hyper
+from dgc.core.exchange.step import Hyper
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
 

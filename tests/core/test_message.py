@@ -6,7 +6,7 @@ import pytest
 from dgc import errors
 from dgc.core.compressors import make_config
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.message import HEADER_BYTES, MIN_MESSAGE_BYTES, Flags, Incoming, RemoteFailure, Sender, make_plan
+from dgc.core.message import HEADER_BYTES, MIN_MESSAGE_BYTES, Flags, Incoming, Messages, RemoteFailure, make_plan
 from dgc.transport.local import run_ranks
 
 RANKS = 3
@@ -37,7 +37,7 @@ def exchanged(act):
     """What each rank received, or its error, when ``act(sender, rank)`` wrote its message."""
 
     def one_rank(transport):
-        sender = Sender(BUCKET, transport)
+        sender = Messages(BUCKET, transport)
         act(sender, transport.rank)
         sender.exchange()
         try:

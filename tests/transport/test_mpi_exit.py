@@ -112,7 +112,7 @@ import faulthandler, os, sys, time
 import horovod.torch as hvd
 hvd.init()
 import numpy as np
-from dgc.core.exchange.exchange import Step
+from dgc.core.exchange.stages import LatestStep
 from dgc.errors import TransportError
 from dgc.torch.horovod import HOROVOD
 from dgc.transport.mpi import MPITransport
@@ -120,7 +120,7 @@ from worker_tools import report
 
 HOROVOD.require_ready()
 transport = MPITransport()
-step = Step(())
+step = LatestStep()
 out = np.empty((2, 4), np.uint8)
 faulthandler.cancel_dump_traceback_later()  # a child would wait for its thread
 child = os.fork()

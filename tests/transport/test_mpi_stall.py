@@ -15,7 +15,7 @@ STOPPED_IN_TRAINING = """
 import os, signal
 import horovod.torch as hvd, torch
 hvd.init()
-import dgc.core.exchange.exchange as pipeline, dgc.torch as dgc
+import dgc.core.exchange.pipeline as pipeline, dgc.torch as dgc
 
 pipeline._STALL_PATIENCE = 1.0
 os.environ.update(HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4")

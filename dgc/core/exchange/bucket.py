@@ -1,225 +1,356 @@
-"""One bucket in one step: compress -> message -> collectives -> apply -> commit.
+"""One bucket: its parts (:class:`BucketExchange`), and what happens to it in a step (:class:`BucketStep`).
 
-Runs on the communication thread. The results of sparsified tensors are written by :meth:`BucketExchange.run`; those of
-dense tensors only once the whole step is known to be finite (:meth:`BucketExchange.finish`), because their momentum
-buffer must not take in a refused step.
+Gradients -> u, v and the dense vector -> message -> collectives -> results -> commit. The communication thread runs a
+step up to the results of sparsified tensors. Those of dense tensors are written by the caller's thread, in
+:meth:`BucketStep.finish`, once the whole step is known to be finite: their momentum must not take in a refused step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from dgc.core.collectives import Transport
-from dgc.core.exchange.encoders import BucketStep, DenseVector, Encoder
-from dgc.core.exchange.records import EntrySum, StepContext
-from dgc.core.kernels.base import Array, Kernels
+from dgc.core.compressors.base import DenseValues, SparseValues
+from dgc.core.config import DGCConfig
+from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.encoders import Encoder
+from dgc.core.exchange.entries import EntrySum
+from dgc.core.exchange.step import Step
+from dgc.core.kernels.base import Array, Kernels, SegmentWork, Selection, is_finite
 from dgc.core.layout import Bucket, Segment
-from dgc.core.message import Incoming, Mode, Sender
+from dgc.core.message import Incoming, Messages, Mode
 from dgc.core.state import BucketState, State
-from dgc.errors import DGCError
+from dgc.errors import DGCError, LayoutError, WireError
 
 
 class BucketExchange:
-    """Message, dense vector, counters and the error path of one bucket, around its encoder.
+    """The parts of one bucket, which last for all steps: places, encoder, message and dense vector.
 
     Attributes:
-        bucket: its layout.
-        encoder: its encoder.
-        vector: what is summed densely.
-        at: the current step.
-        has_run: whether it was exchanged.
+        at: the latest step.
     """
 
     at: BucketStep
-    has_run = False
 
     def __init__(
-        self,
-        bucket: Bucket,
-        encoder: Encoder,
-        vector: DenseVector,
-        state: State,
-        kernels: Kernels,
-        transport: Transport,
-        *,
-        op: str,
+        self, bucket: Bucket, encoder: Encoder, state: State, config: DGCConfig, kernels: Kernels, transport: Transport
     ) -> None:
-        self.bucket = bucket
-        self.encoder = encoder
-        self.vector = vector
+        self.bucket, self.encoder = bucket, encoder
+        self.kernels, self.memory, self.transport = kernels, kernels.memory, transport
+        self.messages = Messages(bucket.index, transport, kernels.memory)
+        self.own_share = state.own_share
+        self.vector = DenseVector(bucket, kernels, state.own_share, config.error_feedback)
+        self.factor = 1.0 / transport.size if config.op == "average" else 1.0
+        self.elements = sum(s.length for s in bucket.segments)
+        self.sparse_elements = sum(s.length for s in bucket.sparse)
         self._states = state
-        self._kernels = kernels
-        self._memory = kernels.memory
-        self._transport = transport
-        self._share = 1.0 / transport.size if op == "average" else 1.0
-        self._sender = Sender(bucket.index, transport, self._memory)
-        self._elements = sum(s.length for s in bucket.segments)
-        self._sparse_elements = sum(s.length for s in bucket.sparse)
 
-    # -- one step ------------------------------------------------------------------------------------------------
+    def start(self, step: Step) -> None:
+        """Begin a step."""
+        self.at = BucketStep(self, step, self._states.buckets[self.bucket.index])
 
-    def start(self, step: StepContext) -> None:
-        """Begin a step, to which all that follows belongs."""
-        state = self._states.buckets[self.bucket.index]
-        self.has_run = False
-        self.at = BucketStep(step, self.encoder.plan_at(step.density), state, self._sender, self.vector)
+    def await_gradients(self, step: Step) -> None:
+        """Let a device wait for the bucket's gradients before it goes on."""
+        for event in step.submissions.events.get(self.bucket.index, ()):
+            self.kernels.wait_for(event.handle)
 
-    def keep_absent(self) -> None:
-        """Copy what the state holds of parameters without a gradient here, before the step changes it."""
-        at = self.at
-        absent = at.step.submissions.absent
-        for segment in self.bucket.segments:
-            if segment.parameter in absent:
-                at.kept[segment] = [held.copy() for held in self._held(at.state, segment)]
-
-    def run(self) -> None:
-        """Exchange the bucket; all its gradients are in."""
-        at = self.at
-        step, stats = at.step, at.step.stats
-        since = time.perf_counter()
-        self.encoder.compress(at)
-        plan = at.plan
-        nonfinite = self.vector.pack(step, plan) or at.flagged
-        nonfinite |= self.vector.code_small(plan, at.state, self._sender.coded)
-        if plan.inline_bytes:
-            self._sender.inline(self.vector.values[plan.plain_start :])
-        absent = _digest(at.kept) if at.kept else 0
-        self._sender.finish(count=at.count, nonfinite=nonfinite, joined=step.options.joins, absent=absent)
-        since = stats.lap("compress", since)
-        messages = self._exchange_messages(at)
-        for message in messages:
-            at.absent.append(message.absent)
-            if message.nonfinite:
-                at.flagged_by.append(message.sender)
-            if message.joined:
-                step.joined[message.sender] = message.joined
-        at.flagged = bool(at.flagged_by)
-        if plan.allreduces:
-            plain = self.vector.values[plan.plain_start :]
-            self._transport.allreduce(plain, "sum")
-            stats.count_collective(plain.nbytes)
-        since = stats.lap("exchange", since)
-        if plan.vector_size:
-            self.vector.add(plan, messages)
-            at.flagged |= not self.vector.average(self._share, plan)
-        if plan.is_active and not at.flagged:
-            if plan.mode is Mode.SUM:
-                self.vector.write_sum(step)
-            else:
-                self.encoder.apply(at, messages, self._share)
-        stats.lap("apply", since)
-        self.has_run = True
-        stats.dense_bytes += self._elements * plan.itemsize
-        stats.sparse_elements += self._sparse_elements
-        stats.entries_sent += self._sparse_elements if plan.mode is Mode.DENSE else at.count
-        if plan.mode is Mode.SPARSE:
-            stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
-
-    def send_error(self, error: DGCError, parameter: int | None) -> None:
-        """Send a message of normal size that carries an error instead of entries."""
-        at = self.at
-        self.encoder.catch_up(at)
-        at.start_message()
-        self._sender.write_error(error, parameter)
-        self._exchange_messages(at)
-
-    def finish(self, *, refused: bool, left_alone: Collection[int] = ()) -> None:
-        """Write the results of dense tensors and, unless the step is refused, let what was sent leave the residual.
-
-        What no rank has a gradient of is as before the step, its result 0. In a refused step the flagged buckets'
-        results become NaN, so that a GradScaler skips the step.
-        """
-        at = self.at
-        for segment in [s for s in at.kept if s.parameter not in left_alone] if at.kept else ():
-            del at.kept[segment]
-        if at.plan.is_active:
-            self.encoder.finish(at, refused=refused)
-            if not refused:
-                self.encoder.commit(at)
-            if not self.encoder.keeps_residual:
-                self._memory.fill(at.state.v, 0)
-        if refused and at.flagged:
-            for item in at.step.submissions.of(self.bucket.segments):
-                self._memory.fill(item.result, np.nan)
-            self.take_deferred()
-        else:
-            if not refused:
-                self.vector.commit(at.plan, at.state)
-            self.vector.write(at.step, at.state.u, refused=refused)
-            for segment in at.kept:
-                self._memory.fill(at.step.submissions[segment.parameter].result, 0)
-            if refused or at.deferred is None:
-                self.write_deferred()
-        if at.kept:
-            self._put_back(at.state)
-
-    def take_deferred(self) -> EntrySum | None:
-        """The results of the latest step that were not written; only once. Its gradients are let go."""
-        if not self.has_run:
-            return None
-        at = self.at
-        for segment in self.bucket.segments:
-            at.step.submissions.pop(segment.parameter, None)
-        deferred, at.deferred = at.deferred, None
-        return deferred
-
-    def write_deferred(self) -> None:
-        """Write them where they were to go."""
-        if self.has_run and self.at.deferred is not None:
-            self.at.deferred.write(self.at.step, self._kernels)
-        self.take_deferred()
-
-    def refusal(self, own: int, names: Sequence[str]) -> str:
-        """What a user reads on rank ``own`` about a step that is refused for this bucket's values."""
-        at = self.at
-        if own in at.flagged_by or not at.flagged_by:
-            gradients = {s.parameter: at.step.submissions[s.parameter].gradient for s in self.bucket.segments}
-            worst = max(gradients, key=lambda parameter: _worst(gradients[parameter]))
-            where = f"{self._transport.label(own)} in the gradient of {names[worst]!r}"
-        else:
-            where = f"{self._transport.label(at.flagged_by[0])}, whose own warning names the parameter"
-        return (
-            f"NaN, infinity or an overflow in step {at.step.step}, met by {where}: the step is refused, and that "
-            "bucket's results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training "
-            "without compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
-            "(loss_scale=scaler), or do not call step() when a gradient is NaN"
-        )
-
-    def _held(self, state: BucketState, segment: Segment) -> list[Array]:
-        """Views of all that a state holds of one tensor."""
+    def held(self, state: BucketState, segment: Segment) -> list[Array]:
+        """Return views of everything that a state holds of one tensor."""
         held, first = [state.u[segment.slice]], segment.offset - self.bucket.sparse_size
         if first < 0:
             return [*held, state.v[segment.slice], state.thresholds[self.bucket.sparse.index(segment)]]
         return [*held, state.error[first : first + segment.length]] if first < self.bucket.small_size else held
 
-    def _put_back(self, state: BucketState) -> None:
-        """Let a state hold again what was kept."""
-        for segment, kept in self.at.kept.items():
-            for held, values in zip(self._held(state, segment), kept, strict=True):
-                held[...] = values
-            state.residual_pending |= bool(len(kept) == 2 and kept[1].any())
 
-    def _exchange_messages(self, at: BucketStep) -> Sequence[Incoming]:
-        """Gather the messages of all ranks."""
-        at.is_out = True
-        self._sender.exchange()
-        at.step.stats.bytes_sent += at.plan.message_bytes
-        at.step.stats.bytes_received += at.plan.message_bytes * (self._transport.size - 1)
-        return self._sender.receive()
+class BucketStep:
+    """One bucket in one step.
+
+    Attributes:
+        step: the step, which the bucket shares with others.
+        plan: how the bucket is sent.
+        count: entries that this rank has put into its message.
+        flagged: whether a value is not finite; once the messages are in, on any rank.
+        flagged_by: the ranks that met such a value before they sent anything.
+        is_out: whether this rank's message is out: an error can no longer be reported in it.
+        has_run: whether the bucket was exchanged.
+        absent: each rank's digest of its parameters without a gradient, once the messages are in.
+        kept: by segment without a gradient on this rank, what the state held of it before the step.
+    """
+
+    def __init__(self, parts: BucketExchange, step: Step, state: BucketState) -> None:
+        self.plan = parts.encoder.plan_at(step.density)
+        self.count = 0
+        self.flagged = self.is_out = self.has_run = False
+        self.flagged_by: list[int] = []
+        self.absent: list[int] = []
+        self.kept: dict[Segment, list[Array]] = {}
+        self.step, self._parts, self._state = step, parts, state
+        self._segments = parts.bucket.segments
+        self._packing: Callable[[], bool] | None = None
+        self._begun: Callable[[], Selection] | None = None
+        self._deferred: EntrySum | None = None
+
+    # -- on the communication thread -----------------------------------------------------------------------------------
+
+    def keep_absent(self) -> None:
+        """Copy what the state holds of parameters without a gradient here, before the step changes it."""
+        absent = self.step.submissions.absent
+        for segment in self._segments:
+            if segment.parameter in absent:
+                self.kept[segment] = [held.copy() for held in self._parts.held(self._state, segment)]
+
+    def begin(self) -> None:
+        """Let other threads or a device begin to compress while this thread has another bucket to do."""
+        self._parts.vector.start(self.plan)
+        self._packing = self._parts.vector.begin_packing(self.step)
+        if self.plan.is_active:
+            self._begun = self._parts.encoder.begin(self._work(), self._state)
+
+    def settle(self) -> None:
+        """Wait for what :meth:`begin` began, if nothing else has."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun()
+
+    def run(self) -> None:
+        """Exchange the bucket, all of whose gradients are in, and write the results of sparsified tensors."""
+        stats = self.step.stats
+        since = time.perf_counter()
+        self._compress()
+        since = stats.lap("compress", since)
+        messages = self._gather()
+        for message in messages:
+            self.absent.append(message.absent)
+            if message.nonfinite:
+                self.flagged_by.append(message.sender)
+            if message.joined:
+                self.step.joined[message.sender] = message.joined
+        self.flagged = bool(self.flagged_by)
+        if self.plan.allreduces:
+            plain = self._parts.vector.plain
+            self._parts.transport.allreduce(plain, "sum")
+            stats.count_collective(plain.nbytes)
+        since = stats.lap("exchange", since)
+        self._sum(messages)
+        stats.lap("apply", since)
+        self.has_run = True
+        self._count()
+
+    def send_error(self, error: DGCError, parameter: int | None) -> None:
+        """Send a message of normal size that carries an error instead of entries."""
+        if self.plan.is_active:
+            self._parts.encoder.catch_up(self.step)
+        self._parts.messages.start(self.plan, self.step.number, self.step.fingerprint)
+        self._parts.messages.write_error(error, parameter)
+        self._gather()
+
+    def _compress(self) -> None:
+        """Write this rank's message and its dense vector."""
+        plan, vector, messages = self.plan, self._parts.vector, self._parts.messages
+        messages.start(plan, self.step.number, self.step.fingerprint)
+        vector.start(plan)
+        nonfinite = False
+        if plan.is_active:
+            begun, self._begun = self._begun, None
+            work = [] if begun else self._work()
+            encode = self._parts.encoder.encode
+            self.count, nonfinite = encode(plan, self.step, work, self._state, messages.payload, begun)
+            if plan.mode is Mode.SUM:
+                self._fill(vector.values, self._parts.encoder.own(plan))
+        nonfinite |= (self._packing or vector.begin_packing(self.step))()
+        nonfinite |= not vector.code_small(self._state, messages.coded)
+        if plan.inline_bytes:
+            messages.inline(vector.plain)
+        absent, joins = _digest(self.kept) if self.kept else 0, self.step.options.joins
+        messages.finish(count=self.count, nonfinite=nonfinite, joined=joins, absent=absent)
+
+    def _work(self) -> list[SegmentWork]:
+        """Return what the kernels do with each sparsified tensor of the bucket."""
+        step, hyper, work = self.step, self.step.hyper, []
+        for segment, k in zip(self._parts.bucket.sparse, self.plan.ks, strict=True):
+            i = segment.parameter
+            item, decay = step.submissions[i], hyper.weight_decay[i] * self._parts.own_share
+            work.append(
+                SegmentWork(
+                    gradient=item.gradient,
+                    parameter=item.parameter if decay else None,
+                    offset=segment.offset,
+                    length=segment.length,
+                    k=k,
+                    momentum=hyper.momentum[i],
+                    nesterov=hyper.nesterov[i],
+                    weight_decay=decay,
+                    scale=step.scales[i],
+                )
+            )
+        return work
+
+    def _fill(self, vector: np.ndarray, own: SparseValues | DenseValues) -> None:
+        """Write what this rank sends into the sparsified tensors' part of the vector."""
+        vector[: self._parts.bucket.sparse_size] = 0
+        if isinstance(own, SparseValues):
+            vector[own.positions] = own.values
+            return
+        for segment, values in zip(self._parts.bucket.sparse, own.values, strict=True):
+            vector[segment.slice] = values
+
+    def _gather(self) -> Sequence[Incoming]:
+        """Exchange the messages; returns those of all ranks."""
+        parts, stats = self._parts, self.step.stats
+        self.is_out = True
+        parts.messages.exchange()
+        stats.bytes_sent += self.plan.message_bytes
+        stats.bytes_received += self.plan.message_bytes * (parts.transport.size - 1)
+        return parts.messages.receive()
+
+    def _sum(self, messages: Sequence[Incoming]) -> None:
+        """Add up what came, and write the results of sparsified tensors."""
+        plan, vector = self.plan, self._parts.vector
+        if plan.vector_size:
+            vector.add(messages)
+            self.flagged |= not vector.average(self._parts.factor)
+        if not plan.is_active or self.flagged:
+            return
+        if plan.mode is Mode.SUM:
+            vector.write_selected(self.step)
+            return
+        factor = self._parts.factor * self.step.loss_scale
+        decoded: list[Any] = [self._decode(message) for message in messages]
+        if isinstance(decoded[0], SparseValues):
+            total = EntrySum.of(self._parts.bucket, [(each.positions, each.values) for each in decoded], factor)
+            self.flagged = not np.isfinite(total.values).all()
+            self._deferred = total
+            if not self.step.options.defers or self.flagged or all(self.absent):
+                self._write_entries()
+            return
+        results = self.step.submissions.results(self._parts.bucket.sparse)
+        for result in results:
+            result.fill(0)
+        for each in decoded:
+            for result, values in zip(results, each.values, strict=True):
+                result += values * result.dtype.type(factor)
+        self.flagged = not all(is_finite(result) for result in results)
+
+    def _decode(self, message: Incoming) -> SparseValues | DenseValues:
+        try:
+            return self._parts.encoder.decode(self.plan, message.payload, message.count)
+        except (WireError, LayoutError) as error:
+            raise message.damaged(error) from error
+
+    def _count(self) -> None:
+        plan, parts, stats = self.plan, self._parts, self.step.stats
+        stats.dense_bytes += parts.elements * plan.itemsize
+        stats.sparse_elements += parts.sparse_elements
+        stats.entries_sent += parts.sparse_elements if plan.mode is Mode.DENSE else self.count
+        if plan.mode is Mode.SPARSE:
+            stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
+
+    # -- on the caller's thread ----------------------------------------------------------------------------------------
+
+    def overflows(self) -> bool:
+        """Return whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
+        self.flagged = self._parts.vector.overflows(self.step, self._state.u)
+        return self.flagged
+
+    def finish(self, *, refused: bool, left_alone: Collection[int] = ()) -> None:
+        """Write the results of dense tensors and, unless the step is refused, let what was sent leave the residual.
+
+        Parameters that no rank has a gradient of (``left_alone``) are as before the step, and their result is 0. In a
+        refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
+        """
+        parts, state, submissions = self._parts, self._state, self.step.submissions
+        self.kept = {s: kept for s, kept in self.kept.items() if s.parameter in left_alone} if self.kept else {}
+        if self.plan.is_active:
+            parts.encoder.finish(self.plan, state, refused=refused)
+            if not refused:
+                self._commit()
+            if not parts.encoder.keeps_residual:
+                parts.memory.fill(state.v, 0)
+        if refused and self.flagged:
+            for result in submissions.results(self._segments):
+                parts.memory.fill(result, np.nan)
+            self.take_deferred()
+        else:
+            if not refused:
+                parts.vector.commit(state)
+            parts.vector.write(self.step, state.u, refused=refused)
+            for result in submissions.results(list(self.kept)):
+                parts.memory.fill(result, 0)
+            if refused or self._deferred is None:
+                self.write_deferred()
+        if self.kept:
+            self._put_back()
+
+    def _commit(self) -> None:
+        """Subtract what was sent from v, and mask momentum."""
+        encoder, state = self._parts.encoder, self._state
+        masking = encoder.masks(self.plan, self.count)
+        if not (encoder.keeps_residual or masking):
+            return
+        own = encoder.own(self.plan)
+        if isinstance(own, SparseValues):
+            self._parts.kernels.take_out(state.u, state.v, own.positions, own.values, masking=masking)
+            return
+        for segment, values in zip(self._parts.bucket.sparse, own.values, strict=True):
+            state.v[segment.slice] -= values
+
+    def take_deferred(self) -> EntrySum | None:
+        """Return the sum of entries that was not written, once; the step's gradients are let go."""
+        if not self.has_run:
+            return None
+        for segment in self._segments:
+            self.step.submissions.pop(segment.parameter, None)
+        self._parts.vector.release()
+        deferred, self._deferred = self._deferred, None
+        return deferred
+
+    def write_deferred(self) -> None:
+        """Write that sum into the results instead."""
+        self._write_entries()
+        self.take_deferred()
+
+    def _write_entries(self) -> None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred.write(self.step.submissions.results(self._parts.bucket.sparse), self._parts.kernels)
+
+    def refusal(self, own: int, names: Sequence[str]) -> str:
+        """Return what a user reads on rank ``own`` about a step that is refused for this bucket's values."""
+        label = self._parts.transport.label
+        if own in self.flagged_by or not self.flagged_by:
+            gradients = {s.parameter: self.step.submissions[s.parameter].gradient for s in self._segments}
+            worst = max(gradients, key=lambda parameter: _worst(gradients[parameter]))
+            where = f"{label(own)} in the gradient of {names[worst]!r}"
+        else:
+            where = f"{label(self.flagged_by[0])}, whose own warning names the parameter"
+        return (
+            f"NaN, infinity or an overflow in step {self.step.number}, met by {where}: the step is refused, and that "
+            "bucket's results are NaN on all ranks, which optimizer.step() writes into the parameters, as in training "
+            "without compression. Look for the cause (learning rate, data, float16), give the compressor a GradScaler "
+            "(loss_scale=scaler), or do not call step() when a gradient is NaN"
+        )
+
+    def _put_back(self) -> None:
+        """Let the state hold again what was kept."""
+        for segment, kept in self.kept.items():
+            for held, values in zip(self._parts.held(self._state, segment), kept, strict=True):
+                held[...] = values
+            self._state.residual_pending |= bool(len(kept) == 2 and kept[1].any())
 
 
 def _digest(segments: Iterable[Segment]) -> int:
-    """64 bits that tell sets of parameters apart; never 0, which stands for none."""
+    """Return 64 bits that differ between sets of parameters; never 0, which means none."""
     digest = hashlib.blake2b(np.array([s.parameter for s in segments], np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 def _worst(gradient: object) -> float:
-    """The largest magnitude, infinity for NaN; -1 for an empty array, or one on a device, which is not waited for."""
+    """Return the largest magnitude, infinity for NaN; -1 for an empty array, or one on a device, which would wait."""
     if not isinstance(gradient, np.ndarray) or not gradient.size:
         return -1.0
     found = max(float(gradient.max()), -float(gradient.min()))

@@ -14,7 +14,7 @@ import numpy as np
 
 from dgc.core.collectives import Transport, gather_rows, gather_values
 from dgc.core.config import DGCConfig
-from dgc.core.exchange.records import StepContext
+from dgc.core.exchange.step import Step
 from dgc.core.layout import Bucket
 from dgc.core.message import ERROR_CLASSES, error_code
 from dgc.errors import DGCError
@@ -39,7 +39,7 @@ class NodeSums:
         self._sums: dict[int, np.ndarray] = {}
         self._vectors: dict[int, Any] = {}  # the same on a device
 
-    def agree(self, own: Announced | None, step: StepContext, buckets: Sequence[Bucket]) -> Announced | None:
+    def agree(self, own: Announced | None, step: Step, buckets: Sequence[Bucket]) -> Announced | None:
         """The error of the node's first rank that has announced one, and its parameter; equal on them. Collective.
 
         The parameters of these buckets without a gradient become those that no rank of the node has one of.
@@ -59,7 +59,7 @@ class NodeSums:
             failure.__cause__ = own[0]
         return failure, concerned
 
-    def collect(self, step: StepContext, bucket: Bucket) -> None:
+    def collect(self, step: Step, bucket: Bucket) -> None:
         """Put this rank's gradients of a bucket, all of which are in, side by side. Local: no communication."""
         gradients = [item.gradient for item in step.submissions.of(bucket.segments)]
         host = self._sum_of(bucket)
@@ -68,7 +68,7 @@ class NodeSums:
         for segment, gradient in zip(bucket.segments, gradients, strict=True):
             host[segment.slice] = self._from(gradient)
 
-    def add_up(self, step: StepContext, bucket: Bucket) -> None:
+    def add_up(self, step: Step, bucket: Bucket) -> None:
         """Put the node's sum in the place of this rank's gradients, which were collected. Collective."""
         summed: Any = self._sum_of(bucket)
         self._inside.allreduce(summed, "sum")

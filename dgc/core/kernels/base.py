@@ -8,6 +8,7 @@ float64.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from dgc.core.kernels.threshold import COLUMNS, new_thresholds
-from dgc.core.layout import FLOAT_TYPES, MAX_BUCKET_ELEMENTS, bounds_of
+from dgc.core.layout import FLOAT_TYPES, MAX_BUCKET_ELEMENTS, SMALL, bounds_of
 from dgc.errors import LayoutError
 
 Array: TypeAlias = Any
@@ -34,8 +35,8 @@ class SegmentWork:
     ``parameter`` is the same when weight decay is on, else None. The gradient that enters is
     ``G = gradient * scale + weight_decay * parameter``; entries of G that are not finite count as 0. ``scale`` holds
     1 / loss scale and the clipping factor. ``k`` is how many entries to send.
-    Of a tensor that is sent dense, ``result`` is (length,) of u's type, where it is on a device, and ``limit`` the
-    largest magnitude that it may have.
+    Of a tensor that is sent dense, ``place`` is (length,), its part of the vector on the host; ``result`` is (length,)
+    of u's type, and ``limit`` the largest magnitude that the result may have.
     """
 
     gradient: Array = None
@@ -49,6 +50,7 @@ class SegmentWork:
     scale: float = 1.0
     result: Array = None
     limit: float | None = None
+    place: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,15 @@ class Selection:
     positions: np.ndarray
     nonfinite: bool
     values: np.ndarray
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Return whether all of (n,) values are finite.
+
+    One pass without temporaries is enough if the sum of their squares is finite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())
 
 
 def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
@@ -186,6 +197,9 @@ class Kernels(abc.ABC):
     def wait_for(self, event: int) -> None:  # noqa: B027
         """Let what comes next on a device wait for another stream's event, given as its handle."""
 
+    def wait(self) -> None:  # noqa: B027
+        """Wait until everything enqueued so far has run."""
+
     def describe(self) -> str:
         """One line for a log: what runs, and on how many threads."""
         return self.name
@@ -251,3 +265,76 @@ class Kernels(abc.ABC):
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
         """Momentum SGD on an averaged gradient: what the optimizer's own momentum would have done."""
+
+    # -- what is sent dense: the host's way, with ``dense_update`` ---------------------------------------------------
+
+    def begin_packing(self, parts: Sequence[SegmentWork], vector: np.ndarray) -> Callable[[], bool]:
+        """Copy gradients, times their scale, into a vector on the host, with zeros between them; now or later.
+
+        Returns:
+            A function that waits for the copies and returns whether a value is not finite.
+        """
+
+        def finish() -> bool:
+            vector.fill(0)
+            for p in parts:
+                if p.scale == 1.0:
+                    p.place[...] = p.gradient
+                else:
+                    np.multiply(p.gradient, vector.dtype.type(p.scale), out=p.place, dtype=vector.dtype)
+            return not is_finite(vector)
+
+        return finish
+
+    def update(self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array | None = None) -> None:
+        """Apply momentum SGD to means and write the results.
+
+        ``vector`` holds the means. It and ``u``, which only momentum needs, begin at place 0 of the parts.
+        """
+        for run in _runs(parts):
+            if len(run) == 1:
+                self._update_part(run[0], run[0].result, vector, u)
+                continue
+            # Small neighbours with the same options are updated together: a call for each would cost more than its
+            # work.
+            start, stop = run[0].offset, run[-1].offset + run[-1].length
+            merged = dataclasses.replace(run[0], length=stop - start)
+            results = np.empty(merged.length, vector.dtype)
+            if merged.weight_decay:
+                merged.parameter = np.zeros(merged.length, vector.dtype)
+                for p in run:
+                    merged.parameter[p.offset - start :][: p.length] = p.parameter
+            self._update_part(merged, results, vector, u)
+            for p in run:
+                first = p.offset - start
+                p.result[...] = results[first : first + p.length]
+
+    def exceeds(
+        self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array, written: Sequence[SegmentWork]
+    ) -> bool:
+        """Return whether :meth:`update` would write a result beyond its limit, or one of ``written`` is. Waits."""
+        found = [(p.result, p.limit) for p in written]
+        for p in parts:
+            result, span = np.empty(p.length, vector.dtype), slice(p.offset, p.offset + p.length)
+            self._update_part(dataclasses.replace(p, offset=0), result, vector[span], u[span].copy())
+            found.append((result, p.limit))
+        return any(result.size and not np.abs(result).max() <= limit for result, limit in found)
+
+    def _update_part(self, part: SegmentWork, result: Array, vector: np.ndarray, u: Array | None) -> None:
+        mean = vector[part.offset :][: part.length]
+        momentum = mean if u is None else u[part.offset :][: part.length]
+        rule = MomentumRule(part.momentum, part.nesterov, part.weight_decay, part.scale)
+        self.dense_update(result, mean, momentum, part.parameter, rule)
+
+
+def _runs(parts: Sequence[SegmentWork]) -> list[list[SegmentWork]]:
+    """Group neighbours that are small and share their options; each larger part is a group of its own."""
+    runs: list[list[SegmentWork]] = []
+    before = None
+    for p in parts:
+        options = (p.momentum, p.nesterov, p.weight_decay, p.scale) if p.length <= SMALL else None
+        if options is None or options != before:
+            runs.append([])
+        runs[-1].append(p)
+        before = options
+    return runs

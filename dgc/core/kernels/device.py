@@ -340,8 +340,7 @@ class DeviceKernels(Kernels):
     def wait_for(self, event: int) -> None:  # noqa: D102
         self.device.wait_for(event)
 
-    def wait(self) -> None:
-        """Wait until everything enqueued so far has run."""
+    def wait(self) -> None:  # noqa: D102
         self.device.record().synchronize()
 
     def warm_up(self) -> None:
@@ -464,10 +463,7 @@ class DeviceKernels(Kernels):
     # -- dense tensors ---------------------------------------------------------------------------------------------
 
     def begin_packing(self, parts: Sequence[SegmentWork], vector: np.ndarray) -> Callable[[], bool]:
-        """Enqueue a copy of gradients into a page-locked vector, zeros between them.
-
-        What comes back waits, and says whether one is not finite.
-        """
+        """See :class:`dgc.core.kernels.base.Kernels`. The vector is page-locked."""
         with self._lock, self.device:
             xp = self.device.xp
             met, packed = xp.zeros(2, np.int32), xp.empty(vector.size, vector.dtype)
@@ -483,17 +479,17 @@ class DeviceKernels(Kernels):
 
         return finish
 
-    def update(self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array | None = None) -> None:
-        """Momentum SGD on means into the results; ``vector`` and ``u`` begin at place 0 of the parts."""
+    def update(  # noqa: D102
+        self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array | None = None
+    ) -> None:
         if parts:
             with self._lock, self.device:
                 mean = self._lent(vector)
                 self._update(parts, mean, mean if u is None else u, self.device.xp.zeros(2, np.int32), dry=False)
 
-    def exceeds(
+    def exceeds(  # noqa: D102
         self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array, written: Sequence[SegmentWork]
     ) -> bool:
-        """Whether :meth:`update` would write a result beyond its limit, or one of ``written`` is. Waits."""
         if not (parts or written):
             return False
         with self._lock, self.device:

@@ -43,7 +43,7 @@ def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bu
         plans = [bucket.encoder.plan_at(None if begin else 0.1) for bucket in exchange._buckets]
         assert [plan.allreduces for plan in plans] == [begin > 0] * 2
         if transport.rank == 1:
-            exchange._buckets[0]._sender.receive = no_room
+            exchange._buckets[0].messages.receive = no_room
         run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters(shapes))])
 
     def no_room(*arguments):

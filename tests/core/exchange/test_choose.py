@@ -19,7 +19,7 @@ TRANSPORT = SimpleNamespace(rank=0, size=2, name="none")
 
 def encoders(config, specs=None, kernels=None):
     layout = make_layout(specs or parameters(), config)
-    return layout, [m for m, _ in make_encoders(layout, config, kernels or ReferenceKernels(), TRANSPORT)]
+    return layout, make_encoders(layout, config, kernels or ReferenceKernels(), TRANSPORT)
 
 
 @pytest.mark.parametrize("name", compressor_names())

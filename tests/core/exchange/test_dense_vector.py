@@ -5,9 +5,10 @@ import pytest
 from exchange_tools import gradient, parameters
 
 from dgc.core.compressors import make_config
-from dgc.core.exchange import encoders
-from dgc.core.exchange.encoders import DenseVector, is_finite
-from dgc.core.exchange.records import Hyper, StepContext, Submission, Submissions
+from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.step import Hyper, Step, Submission, Submissions
+from dgc.core.kernels import base
+from dgc.core.kernels.base import is_finite
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout
 from dgc.core.message import make_plan
@@ -15,7 +16,7 @@ from dgc.core.message import make_plan
 
 def written(monkeypatch, small, *, decay, nesterov):
     """What a vector of many tensors writes, and u, when tensors of up to ``small`` elements are updated together."""
-    monkeypatch.setattr(encoders, "SMALL", small)
+    monkeypatch.setattr(base, "SMALL", small)
     sizes = [1, 15, 16, 17, 40, 33, 0, 64, 65, 5]
     shapes = {f"p{i}": (size,) for i, size in enumerate(sizes)}
     config = make_config({"min_numel": 64})
@@ -27,7 +28,7 @@ def written(monkeypatch, small, *, decay, nesterov):
         [decay] * 2 + [0.0] * 6 + [decay] * 2,
         [1.0] * 10,
     )
-    step = StepContext(0, 0.001, hyper, 4.0, 0, Submissions(layout))
+    step = Step(0, 0.001, hyper, 4.0, 0, Submissions(layout))
     results = [np.full(size, 7, np.float32) for size in sizes]
     for i, size in enumerate(sizes):
         weights = gradient(3, 0, i, size)
@@ -39,7 +40,7 @@ def written(monkeypatch, small, *, decay, nesterov):
     vector.start(plan)
     for segment in bucket.segments:
         u[segment.slice] = gradient(1, 0, segment.parameter, segment.length)
-    vector.pack(step, plan)
+    assert not vector.begin_packing(step)()
     vector.write(step, u, refused=False)
     return results, u
 

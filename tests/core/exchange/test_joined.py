@@ -4,7 +4,7 @@ import pytest
 from exchange_tools import gradient, make_exchange, parameters, run_step
 from fake_device import fake_kernels, needs_compiler
 
-from dgc.core.exchange.records import StepOptions
+from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.message import Flags
 from dgc.transport.local import run_ranks

@@ -8,8 +8,7 @@ from exchange_tools import gradient, make_exchange, parameters, run_step, same_r
 from exchange_tools import train as train_small
 from fake_device import fake_kernels, host
 
-from dgc.core.exchange.bucket import BucketExchange
-from dgc.core.exchange.encoders import TopKEncoder
+from dgc.core.exchange.bucket import BucketStep
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.errors import DGCError
 from dgc.transport.local import run_ranks
@@ -81,17 +80,17 @@ def test_with_threads_to_spare_everything_is_the_same(kernels, options):
 def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(threads, monkeypatch):
     events = []
 
-    def note(owner, name, bucket):
-        real = getattr(owner, name)
+    def note(name):
+        real = getattr(BucketStep, name)
 
-        def noted(self, *arguments):
-            events.append((name, getattr(self, bucket).index))
-            return real(self, *arguments)
+        def noted(self):
+            events.append((name, self._parts.bucket.index))
+            return real(self)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(BucketStep, name, noted)
 
-    note(TopKEncoder, "begin", "_bucket")
-    note(BucketExchange, "run", "bucket")
+    note("begin")
+    note("run")
 
     def one_rank(transport):
         exchange = make_exchange(transport, kernels=NumbaKernels(threads), **OPTIONS)
@@ -126,12 +125,12 @@ def test_a_failure_with_a_bucket_begun_reaches_all_ranks_and_leaves_nothing_runn
             if fails == "to begin the third bucket":
                 buckets[2].encoder.begin = broken
             else:
-                buckets[0]._sender.finish = broken
+                buckets[0].messages.finish = broken
         with pytest.raises(DGCError, match="no memory left"):
             run_step(exchange, gradients(1, transport.rank))
-        assert all(bucket.at.begun is None for bucket in buckets)
+        assert all(bucket.at._begun is None for bucket in buckets)
         vars(buckets[2].encoder).pop("begin", None)
-        vars(buckets[0]._sender).pop("finish", None)
+        vars(buckets[0].messages).pop("finish", None)
         exchange.reset()
         again = [run_step(exchange, gradients(step, transport.rank))[1] for step in range(3)]
         exchange.close()

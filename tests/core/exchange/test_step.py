@@ -11,7 +11,7 @@ import pytest
 from exchange_tools import SHAPES, first_gradients, make_exchange, parameters, run_step
 from fake_device import fake_kernels, needs_compiler
 
-from dgc.core.exchange.exchange import TABLE, Event, Stage
+from dgc.core.exchange.stages import TABLE, Event, Stage
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import DGCError, LayoutError, RemoteError, TransportError, WireError
@@ -134,7 +134,7 @@ def test_reset_after_a_commit_was_interrupted_starts_anew():
         for i in range(len(specs)):
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.wait()
-        with patch.object(exchange._buckets[0].encoder, "commit", side_effect=KeyboardInterrupt):
+        with patch.object(exchange.kernels, "take_out", side_effect=KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
                 exchange.finish()
         exchange.reset()
@@ -219,7 +219,7 @@ def send_on(exchange, stage, event):
         submit(exchange, range(1, len(SHAPES)))
         assert exchange.wait()
     elif event is Event.BREAK:
-        exchange.latest.broke(RemoteError("given up"))
+        exchange.latest.break_off(RemoteError("given up"))
     elif event is Event.REFUSE:
         exchange._buckets[0].at.flagged = True
         assert exchange.finish()
@@ -277,7 +277,7 @@ def test_an_error_before_or_between_messages_is_told_in_the_next_one():
     def rank(transport):
         exchange = make_exchange(transport, sparsity=0.9, bucket_bytes=2048)
         if transport.rank == 1:
-            exchange._buckets[1].encoder.compress = Mock(side_effect=MemoryError("no room"))
+            exchange._buckets[1].encoder.encode = Mock(side_effect=MemoryError("no room"))
         submit(exchange)
         exchange.wait()
         assert stage_of(exchange) is Stage.BROKEN

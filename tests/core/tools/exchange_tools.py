@@ -11,7 +11,7 @@ from fake_device import device
 from dgc.core.compressors import make_config
 from dgc.core.config import Schedule, entries_to_send
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.records import AS_BUILT, Hyper
+from dgc.core.exchange.step import AS_BUILT, Hyper
 from dgc.core.kernels.reference import ReferenceKernels, top_k
 from dgc.core.layout import Parameter, make_layout, sent_dense
 from dgc.errors import DGCError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from exchange_tools import errors_of, gradient, make_exchange, parameters, run_step
 
-from dgc.core.exchange.records import Hyper
+from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
 
 

@@ -1,0 +1,184 @@
+"""What a bucket sums densely: dense tensors in every step, all tensors where a dense sum takes fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dgc.core.exchange.step import Step
+from dgc.core.kernels.base import Array, Kernels, SegmentWork, is_finite
+from dgc.core.layout import Bucket, Segment
+from dgc.core.message import BucketPlan, Incoming, Mode
+from dgc.core.state import BucketState
+from dgc.errors import WireError
+
+
+class DenseVector:
+    """The vector of one bucket, on the host: gradients in, their sum over the ranks, results out.
+
+    Attributes:
+        values: (plan.vector_size,) float32, float64 in float64 buckets.
+        segments: the tensors that are sent dense in this step.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    _plan: BucketPlan
+    _dense: np.ndarray  # the part of the vector for these segments
+    _origin = 0  # the place of that part in the bucket
+    _parts: Sequence[SegmentWork] = ()
+
+    def __init__(self, bucket: Bucket, kernels: Kernels, own_share: float = 1.0, keeps_error: bool = True) -> None:
+        """Allocate nothing yet: memory comes with the first plan that needs it.
+
+        Args:
+            bucket: the bucket.
+            kernels: where its u is.
+            own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
+            keeps_error: whether the loss of the small tensors' codec is sent later.
+        """
+        self._bucket, self._kernels = bucket, kernels
+        self._own_share, self._keeps_error = own_share, keeps_error
+        self.values = np.empty(0, bucket.dtype)
+        self._lost = np.zeros(bucket.small_size, np.float32)
+        self._has_coded = False
+
+    def start(self, plan: BucketPlan) -> None:
+        """Begin a step; allocate memory if its plan is another one than before."""
+        self._has_coded = False
+        if plan is getattr(self, "_plan", None):
+            return
+        self._kernels.wait()  # something may still use the memory
+        self._plan = plan
+        if plan.vector_size and self.values.size != plan.vector_size:
+            self.values = self._kernels.memory.host_array(plan.vector_size, self._bucket.dtype)
+        self.segments, self._origin = self._bucket.segments, 0
+        if plan.mode is not Mode.DENSE:  # the sparsified tensors' part, if there is one, is filled by others
+            self.segments, self._origin = self._bucket.dense, self._bucket.sparse_size
+        self._dense = self.values[self._origin - plan.vector_start :]
+        self._parts = [
+            SegmentWork(offset=first, length=s.length, place=self._dense[first : first + s.length])
+            for s in self.segments
+            for first in (s.offset - self._origin,)
+        ]
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def begin_packing(self, step: Step) -> Callable[[], bool]:
+        """Copy the gradients of dense tensors into the vector, perhaps on a device while the host goes on.
+
+        Returns:
+            A function that waits for the copies and returns whether a value is not finite.
+        """
+        submissions, scales = step.submissions, step.scales
+        for s, part in zip(self.segments, self._parts, strict=True):
+            part.gradient, part.scale = submissions[s.parameter].gradient, scales[s.parameter]
+        return self._kernels.begin_packing(self._parts, self._dense) if self._parts else lambda: False
+
+    def code_small(self, state: BucketState, coded: np.ndarray) -> bool:
+        """Add to small tensors' gradients their residuals, and code them by the plan; returns whether all are finite.
+
+        The residuals do not change before :meth:`commit`: a step that is refused or fails leaves them as they were.
+        """
+        codec = self._plan.small
+        if not (state.residual_pending or codec):
+            return True
+        self._has_coded = True
+        first = self._bucket.sparse_size - self._origin
+        x = self._dense[first : first + self._bucket.small_size]
+        if state.residual_pending:
+            x += state.error
+        finite = is_finite(x)
+        if codec and finite:
+            codec.encode(x, coded, self._lost)
+        else:
+            coded.fill(0)
+        if not (codec and self._keeps_error):
+            self._lost.fill(0)
+        return finite
+
+    @property
+    def plain(self) -> np.ndarray:
+        """The part of the vector that is not coded."""
+        return self.values[self._plan.plain_start :]
+
+    # -- the sum -----------------------------------------------------------------------------------------------------
+
+    def add(self, messages: Sequence[Incoming]) -> None:
+        """Replace the parts that were sent inside the messages by their sum."""
+        if self._plan.small:
+            small = self.values[: self._plan.plain_start]
+            small.fill(0)
+            for message in messages:
+                try:
+                    self._plan.small.add(message.coded, small)
+                except WireError as error:
+                    raise message.damaged(error) from error
+        if self._plan.inline_bytes:
+            plain = self.plain
+            plain.fill(0)
+            for message in messages:
+                plain += message.inline.view(plain.dtype)
+
+    def average(self, factor: float) -> bool:
+        """Multiply the sum by ``factor``; returns whether it is finite."""
+        values = self.values
+        if factor != 1.0:
+            values *= values.dtype.type(factor)
+        finite = is_finite(values)
+        if self._plan.mode is Mode.DENSE and self._own_share != 1.0:
+            values[: self._bucket.sparse_size] *= values.dtype.type(self._own_share)
+        return finite
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def commit(self, state: BucketState) -> None:
+        """Keep what the small tensors' codec has lost as their residual."""
+        if self._has_coded:
+            state.error[...] = self._lost
+            state.residual_pending = self._plan.small is not None
+
+    def write_selected(self, step: Step) -> None:
+        """Write the results of sparsified tensors whose entries were summed densely."""
+        results = step.submissions.results(self._bucket.sparse)
+        parts = [
+            SegmentWork(offset=s.offset, length=s.length, scale=step.loss_scale, result=result)
+            for s, result in zip(self._bucket.sparse, results, strict=True)
+        ]
+        self._kernels.update(parts, self.values)
+
+    def write(self, step: Step, u: Array, *, refused: bool) -> None:
+        """Write the results of dense tensors: momentum SGD on the mean, or in a refused step the mean itself."""
+        self._prepare_update(step, refused=refused)
+        self._kernels.update(self._parts, self._dense, u[self._origin :])
+
+    def overflows(self, step: Step, u: Array) -> bool:
+        """Return whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
+        self._prepare_update(step, refused=False)
+        others = self._bucket.sparse if self._plan.mode is not Mode.DENSE else ()
+        written = [
+            SegmentWork(offset=s.offset, length=s.length, result=i.result, limit=i.limit)
+            for s, i in zip(others, step.submissions.of(others), strict=True)
+            if i.limit is not None
+        ]
+        limited = [p for p in self._parts if p.limit is not None]
+        return self._kernels.exceeds(limited, self._dense, u[self._origin :], written)
+
+    def release(self) -> None:
+        """Let the arrays of the step go."""
+        for part in self._parts:
+            part.gradient = part.parameter = part.result = None
+
+    def _prepare_update(self, step: Step, *, refused: bool) -> None:
+        hyper, submissions = step.hyper, step.submissions
+        for s, part in zip(self.segments, self._parts, strict=True):
+            i, share = s.parameter, 1.0
+            if s.offset < self._bucket.sparse_size:
+                share = self._own_share  # of a sparsified tensor the vector has this rank's own share of the mean
+            item = submissions[i]
+            part.gradient, part.parameter, part.result, part.limit = None, item.parameter, item.result, item.limit
+            part.scale = step.loss_scale / share
+            part.momentum, part.nesterov, part.weight_decay = 0.0, False, 0.0
+            if not refused:
+                part.momentum, part.nesterov = hyper.momentum[i], hyper.nesterov[i]
+                part.weight_decay = hyper.weight_decay[i] * share

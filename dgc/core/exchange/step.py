@@ -1,0 +1,210 @@
+"""One training step: the gradients and options that a caller hands over, and the data that all its buckets share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dgc.core.config import DGCConfig
+from dgc.core.exchange.stats import StepStats
+from dgc.core.layout import Layout, Segment
+from dgc.core.state import State
+from dgc.errors import ConfigError, LayoutError
+
+
+@dataclass(slots=True)
+class Submission:
+    """One parameter's gradient of this step, and the array for its result. All arrays are 1-D and contiguous.
+
+    Attributes:
+        gradient: the gradient, or zeros if it is ``absent``.
+        result: may be the gradient's memory: it is written after the gradient was read for the last time.
+        parameter: the parameter's values, if its weight decay is not 0.
+        limit: the largest finite value of the type that the result will be cast to, if that is a narrower one.
+        ready: for arrays on a device. ``stream`` (comparable) is the stream on which they are made. ``record()``
+            returns an event behind everything that was enqueued there, with its CUDA handle as ``handle``.
+        absent: whether this rank has no gradient.
+    """
+
+    gradient: np.ndarray
+    result: np.ndarray
+    parameter: np.ndarray | None = None
+    limit: float | None = None
+    ready: Any = None
+    absent: bool = False
+
+
+class Submissions(dict[int, Submission]):
+    """The gradients of one step by parameter, as they arrive. The caller holds the exchange's lock.
+
+    Attributes:
+        missing: by bucket, how many of its gradients have not arrived.
+        absent: parameters without a gradient on this rank.
+        events: by complete bucket, the events to wait for before a device reads its gradients.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self._layout = layout
+        self.missing = [len(b.segments) for b in layout.buckets]
+        self.absent: set[int] = set()
+        self.events: dict[int, list[Any]] = {}
+
+    def of(self, segments: Sequence[Segment]) -> list[Submission]:
+        """Return the submissions for some segments of a complete bucket."""
+        return [self[segment.parameter] for segment in segments]
+
+    def results(self, segments: Sequence[Segment]) -> list[Any]:
+        """Return the arrays for the results of some segments."""
+        return [self[segment.parameter].result for segment in segments]
+
+    def add(self, parameter: int, item: Submission) -> bool:
+        """Take one in; returns whether it completes its bucket."""
+        if parameter in self:
+            raise LayoutError(
+                f"the gradient of {self._layout.parameters[parameter].name!r} was given twice in one step; call "
+                "synchronize() or step() after each backward pass, or set backward_passes_per_step"
+            )
+        self[parameter] = item
+        bucket, _ = self._layout.places[parameter]
+        self.missing[bucket] -= 1
+        if item.absent:
+            self.absent.add(parameter)
+        if self.missing[bucket] or item.ready is None:
+            return self.missing[bucket] == 0
+        # One event for each stream: it comes after everything that the stream was given before.
+        members = self.of(self._layout.buckets[bucket].segments)
+        streams = {m.ready.stream: m.ready for m in members if m.ready is not None}
+        self.events[bucket] = [ready.record() for ready in streams.values()]
+        return True
+
+
+@dataclass(slots=True)
+class Hyper:
+    """Momentum, Nesterov and weight decay in one step, by parameter.
+
+    The core does not use learning rates; the ranks must share them.
+
+    Attributes:
+        gain: factor of a clipped gradient before it is added to u: 1, or less if u is a running mean.
+        learning_rates: of the optimizer's parameter groups, if the adapter knows them.
+        restored: whether residuals and momentum were dropped before this step, since a state was loaded into the
+            optimizer.
+    """
+
+    momentum: list[float]
+    nesterov: list[bool]
+    weight_decay: list[float]
+    gain: list[float]
+    learning_rates: tuple[float, ...] = ()
+    restored: bool = False
+
+    def chosen(self, indices: Iterable[int], learning_rates: tuple[float, ...] = (), restored: bool = False) -> Hyper:
+        """Return the options of some parameters, in this order, with the given values for the step."""
+        places = list(indices)
+        momentum, nesterov = list(map(self.momentum.__getitem__, places)), list(map(self.nesterov.__getitem__, places))
+        decay, gain = list(map(self.weight_decay.__getitem__, places)), list(map(self.gain.__getitem__, places))
+        return Hyper(momentum, nesterov, decay, gain, learning_rates, restored)
+
+    def digest(self) -> int:
+        """Return a 64-bit digest of all values.
+
+        Of learning rates it takes 6 digits: processors of different kinds may compute the last ones differently.
+        """
+        table = np.array([self.momentum, self.nesterov, self.weight_decay, self.gain], dtype=np.float64)
+        rates = " ".join(map("{:.5e}".format, self.learning_rates)).encode() + b" restored" * self.restored
+        return int.from_bytes(hashlib.blake2b(table.tobytes() + rates, digest_size=8).digest(), "little")
+
+    @classmethod
+    def uniform(cls, count: int, config: DGCConfig) -> Hyper:
+        """Return the config's values for every parameter, 0 in place of None."""
+        momentum, decay = [config.momentum or 0.0] * count, [config.weight_decay or 0.0] * count
+        return cls(momentum, [bool(config.nesterov)] * count, decay, [1.0] * count)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """Options of one step, which the caller of an exchange chooses before its first gradient.
+
+    Attributes:
+        hyper: momentum, Nesterov and weight decay by parameter; None for those of the config.
+        holds: whether the last bucket waits until the caller waits for the results: then an error that the caller
+            meets before that is sent in the same step.
+        defers: whether sums of entries may be left to the caller, who calls ``deferred()`` or ``write_deferred()``
+            after ``finish()``.
+        joins: flags of :class:`~dgc.core.message.Flags` if this rank takes part without data: it submits zeros. A step
+            in which every rank does so is undone.
+    """
+
+    hyper: Hyper | None = None
+    holds: bool = False
+    defers: bool = False
+    joins: int = 0
+
+
+# Options of a step that begins with its first gradient.
+AS_BUILT = StepOptions()
+
+
+def refused_scale(scale: float) -> ConfigError | None:
+    """Return the error about a loss scale, if it is wrong."""
+    if np.isfinite(scale) and scale > 0:
+        return None
+    return ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0")
+
+
+@dataclass(slots=True)
+class Step:
+    """One training step: the data that all its buckets share.
+
+    Attributes:
+        number: counted from 0.
+        density: share of the entries to send; None in a dense step.
+        fingerprint: hash of everything that all ranks must share in this step: layout, momentum, Nesterov, weight decay
+            and learning rates.
+        scales: factor of each parameter's gradient before anything else: gain * weight / loss scale, and its clipping
+            factor once :class:`~dgc.core.exchange.pipeline.Clipping` has met its bucket.
+        joined: rank -> its flags, of the ranks that take part without data; known once the messages are in.
+        weight: factor of gradients: P / T if averages are over T training ranks.
+        is_awaited: whether the caller waits for the results: it will find nothing wrong with the gradients any more.
+        before: a copy of the state, if this rank takes part without data.
+        has_limits: whether a result is to be cast to a narrower type.
+        coming_scale: returns the loss scale if it is still on its way. Waits.
+    """
+
+    number: int
+    density: float | None
+    hyper: Hyper
+    loss_scale: float
+    fingerprint: int
+    submissions: Submissions
+    options: StepOptions = AS_BUILT
+    stats: StepStats = field(default_factory=StepStats)
+    scales: list[float] = field(init=False)
+    joined: dict[int, int] = field(default_factory=dict)
+    weight: float = 1.0
+    is_awaited: bool = False
+    before: State | None = None
+    has_limits: bool = False
+    coming_scale: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        self._set_scale(self.loss_scale)
+
+    def await_scale(self, ask: Callable[[], float]) -> ConfigError | None:
+        """Wait for the loss scale; returns the error that all ranks should hear of, if there is one."""
+        try:
+            scale = ask()
+        except Exception as error:
+            return ConfigError(f"loss_scale could not be read: {type(error).__name__}: {error}")
+        if (refused := refused_scale(scale)) is None:
+            self._set_scale(float(scale))
+        return refused
+
+    def _set_scale(self, loss_scale: float) -> None:
+        self.loss_scale = loss_scale
+        self.scales = list(map((self.weight / loss_scale).__mul__, self.hyper.gain))
