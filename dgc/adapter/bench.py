@@ -1,7 +1,7 @@
-"""``python -m dgc bench``: what the exchange of a step costs in this job, dense, in 16 bits and with DGC.
+"""``python -m dgc bench``: the time of a step's exchange in this job, dense, in 16 bits and with DGC.
 
-Steps of the real exchange of one tensor over the job's transport are timed; nothing hides them, and the slowest rank
-counts. A larger model costs as many times more as it is larger.
+It times real exchanges of one tensor over the job's transport, without a backward pass beside them; the slowest rank
+counts. The time of a larger model is in proportion to its size.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ LAUNCH = (
     "start one process for each rank: torchrun --nproc-per-node 2 -m dgc bench, or horovodrun -np 2 python -m dgc bench"
 )
 
-_COLUMNS, _ROWS = 1024, 4096
-"""Of the tensor that stands for a model, at most: 16 MiB of gradient."""
-_WARM_STEPS, _STEPS = 3, 7
-"""The first ones do not count: pages are touched, and thresholds settle. Of the others the median counts."""
+_COLUMNS, _ROWS = 1024, 4096  # of the tensor that stands for a model, at most: 16 MiB of gradient
+_WARM_STEPS, _STEPS = (
+    3,
+    7,
+)  # steps in which memory is touched and thresholds settle; the median of the others counts
 _SHIFT = 4096
 
 
@@ -49,7 +50,7 @@ class Costs:
     sparse: float
 
     def advice(self, sparsity: float) -> str:
-        """What to set; dense unless something saves a tenth."""
+        """Return what to set: dense unless a compression saves a tenth."""
         least = min(self.half, self.sparse)
         if self.dense <= 1.1 * least:
             return "stay dense: no compression is faster here"
@@ -59,15 +60,15 @@ class Costs:
 
 
 def measure(transport: Transport, elements: int, sparsity: float) -> Costs:
-    """Time steps of a model with so many elements. Collective, and the same on all ranks."""
+    """Return the seconds for a model of this size, which are the same on all ranks. Collective."""
     rows = min(_ROWS, max(1, elements // _COLUMNS))
     config = DGCConfig(momentum=0.9, nesterov=False, weight_decay=0.0, sparsity=(sparsity,))
     with contextlib.ExitStack() as opened:
-        made: list[_Steps] = []
+        made: list[_TimedSteps] = []
 
         def make() -> dict[str, Any]:
             for each in (dataclasses.replace(config, exclude=("*",)), config):
-                made.append(opened.enter_context(contextlib.closing(_Steps(each, transport, rows))))
+                made.append(opened.enter_context(contextlib.closing(_TimedSteps(each, transport, rows))))
             return {}
 
         agree_or_raise(transport, make, "measurements")
@@ -80,7 +81,7 @@ def measure(transport: Transport, elements: int, sparsity: float) -> Costs:
     return Costs(*seconds.tolist())
 
 
-class _Steps:
+class _TimedSteps:
     """Steps of one tensor, from its gradient to the updated parameter."""
 
     def __init__(self, config: DGCConfig, transport: Transport, rows: int) -> None:
@@ -93,7 +94,7 @@ class _Steps:
         self._parameter, self._result = np.zeros(layout.numel, np.float32), np.zeros(layout.numel, np.float32)
 
     def take(self) -> None:
-        # Another gradient in each step, as in training: one and the same would make residuals grow steadily.
+        # Each step has another gradient, as in training: with a constant one residuals would grow steadily.
         gradient = self._values[_SHIFT * self._taken :][: self._numel]
         self._taken += 1
         self._exchange.begin(self._options)
@@ -107,7 +108,6 @@ class _Steps:
 
 
 def _median(step: Callable[[], None]) -> float:
-    """Seconds of a step."""
     times = []
     for _ in range(_WARM_STEPS + _STEPS):
         start = time.perf_counter()
@@ -117,7 +117,7 @@ def _median(step: Callable[[], None]) -> float:
 
 
 def elements_of(model: str) -> int:
-    """Number of parameters of what the function without arguments that ``model`` names ("module:function") returns."""
+    """Return the number of parameters of the model that a function returns; ``model`` is "module:function"."""
     module, _, name = model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -128,7 +128,7 @@ def elements_of(model: str) -> int:
 
 
 def run(arguments: argparse.Namespace, connect: Callable[[], Transport]) -> int:
-    """Measure, and write the result on rank 0; 1 with one line where that is not possible."""
+    """Measure, and write the result on rank 0; return 1 after one line of error if that is not possible."""
     try:
         elements = elements_of(arguments.model) if arguments.model else arguments.parameters
         if elements < 1:

@@ -1,4 +1,4 @@
-"""What the wrappers and constructors of all frameworks refuse, and what they warn of.
+"""Checks of the wrappers' and constructors' arguments in all frameworks, and their warnings.
 
 Checks of single values are in :mod:`dgc.core.checks`, those of states in :mod:`dgc.core.state`.
 """
@@ -17,7 +17,7 @@ from dgc.errors import ConfigError
 
 
 def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> list[Any]:
-    """The list of what a compressor is given to compress; the others are words of the errors."""
+    """Return the tensors that a compressor is given, as a list; ``name`` and ``advice`` are for the errors."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(
             f"the {name} are {brief(value)}; pass {advice}, and options by their names: "
@@ -32,7 +32,7 @@ def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> li
 
 
 def require_momentum_source(optimizer: object, config: DGCConfig, given: str) -> None:
-    """Refuse tensors, which the argument ``given`` holds, without the optimizer that the compressor would adopt of."""
+    """Require a momentum, or the optimizer to take it from; ``given`` names the argument with the tensors."""
     if optimizer is None and config.momentum is None:
         raise ConfigError(
             f"Compression.{config.algorithm}({given}) also needs optimizer=, to take its momentum over; pass it, or "
@@ -41,7 +41,7 @@ def require_momentum_source(optimizer: object, config: DGCConfig, given: str) ->
 
 
 def refuse_grouping(num_groups: object, groups: object) -> None:
-    """``groups`` is Horovod's way to send several gradients together; the core has its own."""
+    """Refuse Horovod's options that group gradients: the core forms its own buckets."""
     if num_groups or groups is not None:
         raise ConfigError(
             "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
@@ -50,19 +50,19 @@ def refuse_grouping(num_groups: object, groups: object) -> None:
 
 
 def check_passes(passes: object) -> None:
-    """Look at ``backward_passes_per_step``."""
+    """Check ``backward_passes_per_step``."""
     require_integer("backward_passes_per_step", plain(passes), 1)
 
 
 def check_predivide(factor: object, op_name: str) -> None:
-    """Look at ``gradient_predivide_factor``; with a compressor it has no effect, which divides once, in float32."""
+    """Check ``gradient_predivide_factor``, which has no effect on a compressor: it divides once, in float32."""
     require_number("gradient_predivide_factor", factor, low=0.0, low_open=True)
     if factor != 1.0 and op_name == "sum":
         raise ConfigError("gradient_predivide_factor needs op=hvd.Average: a sum is not divided; leave it out")
 
 
 def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
-    """Say that an adaptive optimizer learns less from so few entries; call it on one rank."""
+    """Warn that an adaptive optimizer learns less from few entries; call it on one rank."""
     if config.is_thin:
         warnings.warn(
             f"{optimizer} divides by a mean of squares, which few entries distort: where "
@@ -75,7 +75,7 @@ def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
 
 
 def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:
-    """Say that gradients are smoothed twice, where they are: no error, since somebody may want that."""
+    """Warn if gradients are smoothed twice, by the compressor and by the optimizer: somebody may want that."""
     if not momentum or not isinstance(beta1, (int, float)) or not beta1 > 0:
         return
     warnings.warn(
@@ -88,7 +88,7 @@ def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) 
 
 
 def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str], what: str) -> None:
-    """Warn of patterns that fit no name, once in a process: compressors are built again and again."""
+    """Warn of patterns that fit no name."""
     nothing = [f"{option}={p!r}" for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if nothing:
         warn_once(f"no {what} fits {', '.join(nothing)}; names are {', '.join(names[:4])}, ...")
@@ -96,5 +96,5 @@ def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str]
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn of something once in a process."""
+    """Warn once in a process."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)

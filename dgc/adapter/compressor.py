@@ -41,29 +41,27 @@ EngineT = TypeVar("EngineT", bound=EngineBase)
 
 
 class CompressorBase(Generic[EngineT]):
-    """Options, binding and state of one compressor; an adapter adds how it meets its framework.
+    """Options, binding and state of one compressor; an adapter adds what its framework needs.
 
     Attributes:
+        works_alone: whether it has an engine in a job of one process, too: else nobody would apply its momentum.
         config: the validated options.
-        engine: of the model; None before ``bind``, with one process, or outside the process set.
+        engine: the model's engine; None before ``bind``, with one process, and outside the process set.
         is_bound: whether the compressor belongs to a model already.
-        generation: raised by every reset and load: what was gathered for a step of an earlier one is to be forgotten.
+        generation: raised by every reset and load; gradients that were accumulated before that are forgotten.
     """
 
     works_alone: ClassVar[bool] = False
-    """Whether it has an engine in a job of one process too, because otherwise its momentum would not be applied."""
-
-    _job: Job | None = None  # None for a compressor that is never bound, and whose ``op`` is a name
+    _job: Job
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
-        """Check the options of the compressor that ``algorithm`` names; what is compressed comes with ``bind``."""
+        """Check the options of the compressor that ``algorithm`` names; the tensors come with ``bind``."""
         self.given_options = dict(options)
         options = dict(options)
         names = [field.name for field in dataclasses.fields(AdapterOptions)]
         self._adapter = AdapterOptions(**{name: options.pop(name) for name in names if name in options})
         self._op_was_given = "op" in options
-        op = options.get("op", "average")
-        options["op"] = str(op).lower() if self._job is None else self._job.op_name(op)
+        options["op"] = self._job.op_name(options.get("op", "average"))
         try:
             self.config: DGCConfig = make_config(options, algorithm=algorithm)
         except TypeError as error:
@@ -75,12 +73,11 @@ class CompressorBase(Generic[EngineT]):
         self._pending: tuple[Any, bool] | None = None
 
     def _read_loss_scale(self, value: object) -> LossScale:
-        """What the core asks of the option ``loss_scale``; an adapter knows its framework's scalers."""
+        """Return the option ``loss_scale`` as the core reads it; an adapter adds its framework's scalers."""
         return as_loss_scale(value)
 
     def use_op(self, op: object, gradient_predivide_factor: object = 1.0) -> str:
         """Take the reduce op of the wrapper that will bind this compressor, unless it is None; return the op's name."""
-        assert self._job is not None, "a wrapper binds it"
         name = self.config.op if op is None else self._job.op_name(op)
         check_predivide(gradient_predivide_factor, name)
         if name != self.config.op:
@@ -97,20 +94,18 @@ class CompressorBase(Generic[EngineT]):
     @property
     def takes_part(self) -> bool:
         """Whether this process is in the process set; also in a job of one process, and before ``bind``."""
-        return not self.is_bound or (self._job is not None and self._job.included)
+        return not self.is_bound or self._job.included
 
     def process_set(self, other: ProcessSet | None = None) -> Any:
-        """The process set of the exchange: the option's or ``other``; all ranks when neither is given."""
+        """Return the process set of the exchange: the option's or ``other``; all ranks if neither is given."""
         return self.job(other).members
 
     def job(self, process_set: ProcessSet | None = None) -> Job:
-        """The ranks that exchange, as :meth:`process_set` chooses them."""
-        assert self._job is not None
+        """Return the ranks that exchange, as :meth:`process_set` chooses them."""
         return self._job.of(self._adapter.process_set, process_set)
 
     def errors_on_all_ranks(self, process_set: ProcessSet | None = None) -> contextlib.AbstractContextManager[None]:
         """Raise an error of the ``with`` block on all ranks, which may wait in ``bind``."""
-        assert self._job is not None
         own = self._adapter
         return errors_on_all_ranks(self._job, own.process_set, process_set, transport=own.transport)
 
@@ -120,12 +115,11 @@ class CompressorBase(Generic[EngineT]):
         open_engine: Callable[[Transport], EngineT],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
-        """The part of ``bind`` that all frameworks share; collective over the process set.
+        """Do the part of ``bind`` that all frameworks share; collective over the process set.
 
-        Where it raises, nothing of the attempt remains, so that a second one is like a first one.
+        If it raises, nothing of the attempt remains, so that it can be repeated.
         """
         assert not self.is_bound
-        assert self._job is not None
         transport: Transport | None = None
         choice = self._adapter.transport
         try:
@@ -135,7 +129,7 @@ class CompressorBase(Generic[EngineT]):
                 transport = job.make_transport(choice)
                 self.engine = open_engine(transport)
                 self.engine.observers = self._observers
-                # All ranks learn whether they were given a state before alike.
+                # A state must have been loaded on all ranks, or on none.
                 advice = "Call load_state_dict() on every rank or on none."
                 given = {"step": "none loaded" if self._pending is None else "one loaded"}
                 agree_or_raise(transport, lambda: given, "states", LayoutError, advice)
@@ -149,7 +143,7 @@ class CompressorBase(Generic[EngineT]):
             if self.engine is not None:
                 self.engine.close(keep_transport=True)
                 self.engine = None
-            if transport is not None and isinstance(choice, str):  # one that the user brought is the user's
+            if transport is not None and isinstance(choice, str):  # else it is the user's
                 transport.close()
             undo()
             raise
@@ -157,7 +151,7 @@ class CompressorBase(Generic[EngineT]):
         self.is_bound = True
 
     def _exchanging(self, missing: str) -> EngineT | None:
-        """The engine, for what Horovod calls; None in a job of one process."""
+        """Return the engine, for calls by Horovod; None in a job of one process."""
         if self.engine is None and not self.is_bound:
             raise ConfigError(f"Compression.{self.config.algorithm}(...) was given no {missing}")
         return self.engine
@@ -181,10 +175,10 @@ class CompressorBase(Generic[EngineT]):
         """Call a function with the figures of each step, on this rank; also as a decorator.
 
         Args:
-            observer: is given a dictionary: "step" (the number of the step, from 0), "refused", "bytes_sent",
-                "bytes_received", "dense_bytes", "small_bytes", "ratio", "density", and "seconds", by phase. The figures
-                are this rank's. It is called when the results are there, before the optimizer updates; where it raises,
-                that is logged and it is called no more.
+            observer: called with a dictionary of this rank's figures: "step" (its number, from 0), "refused",
+                "bytes_sent", "bytes_received", "dense_bytes", "small_bytes", "ratio", "density", and "seconds", by
+                phase. The call comes after the exchange and before the update. If the function raises, the error is
+                logged and the function is called no more.
 
         Returns:
             ``observer``.
@@ -198,22 +192,22 @@ class CompressorBase(Generic[EngineT]):
         return self.engine.residual_norm() if self.engine is not None else 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy or a pickle, while it is bound to no model: what was given to :meth:`on_step` stays behind."""
+        """Let a compressor that is bound to no model be copied or pickled, without its observers."""
         if self.engine is not None:
             raise TypeError(CONNECTED)
         return {**self.__dict__, "_observers": []}
 
     def describe(self) -> dict[str, Any]:
-        """What the compressor is doing, for a log: step, density, end of the ramp-up, shares, buckets, transport.
+        """Return what the compressor does, for a log: step, density, end of the ramp-up, shares, buckets, transport.
 
         Empty before the compressor is bound. With one process or outside the process set nothing is compressed.
         """
         return self.engine.describe() if self.engine is not None else dict(NO_EXCHANGE) if self.is_bound else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: residuals, momentum buffers and step. It differs between ranks; never broadcast it.
+        """Return this rank's state: residuals, momentum buffers, step. It differs between ranks; never broadcast it.
 
-        Before the compressor is bound: what was loaded, or an empty state (so with ``resize=True``).
+        Before the compressor is bound: the state that was loaded, or an empty one (also after ``resize=True``).
 
         Raises:
             LayoutError: called in the middle of a step, or after one that failed.
@@ -228,8 +222,8 @@ class CompressorBase(Generic[EngineT]):
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:
         """Continue from a saved state; call it on all ranks.
 
-        Before the compressor is bound to a model the state is kept, and loaded when it is. An empty state, of a
-        compressor that had not exchanged anything, resets.
+        A compressor that is bound to no model keeps the state and loads it when it is bound. The empty state of a
+        compressor that had not exchanged anything resets.
 
         Args:
             state: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks' states.
@@ -244,7 +238,7 @@ class CompressorBase(Generic[EngineT]):
         """
         if self.engine is not None:
             self.engine.require_open("load_state_dict()")
-            self.engine.abandon()  # the transport belongs to a step until it is over
+            self.engine.abandon()  # a step that is not over would use the transport
             advice = "Load a state on every rank, each its own."
             self._load(state, resize, advice)
             self.generation += 1
@@ -259,19 +253,19 @@ class CompressorBase(Generic[EngineT]):
         """Check that :meth:`load_state_dict` will take a state on this rank; change nothing. Local: no communication.
 
         Returns:
-            What it comes to on this rank, to be loaded without ``resize``; {} resets.
+            This rank's state, to be loaded without ``resize``; {} resets.
         """
         states = self._require_states(state, resize)
         if self.engine is not None:
             return self._own(states, resize)
-        if self.is_bound:  # whose op is known
+        if self.is_bound:  # then the op is final
             for each in states:
                 if each is not None and not holds_nothing(each):
                     require_op(each, self.config.op)
         return {}
 
     def _load(self, state: object, resize: bool, advice: str) -> None:
-        """Take over a state on all ranks, or on none: each looks at its own before any of them changes anything."""
+        """Take over a state on all ranks, or on none: all ranks check theirs before one of them changes anything."""
         engine, found = self.engine, {}
         assert engine is not None
 
@@ -290,7 +284,7 @@ class CompressorBase(Generic[EngineT]):
         return require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """The state that this rank goes on with, and that its engine will take."""
+        """Return the state that this rank's engine will load."""
         assert self.engine is not None
         if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
             return {}
@@ -321,26 +315,25 @@ class CompressorBase(Generic[EngineT]):
 class Uncompressed:
     """Dense training: gradients are sent as they are ("none"), or as float16 ("fp16").
 
-    Horovod's compressor of this name, which is looked up where Horovod is used; without Horovod, what dgc's own
-    optimizer for ``torch.distributed`` does.
+    Horovod's own wrappers get Horovod's compressor of this name. It is imported when it is used, because dgc's
+    optimizer for ``torch.distributed`` needs no Horovod.
     """
 
     def __init__(self, name: Literal["none", "fp16"], horovod: Horovod) -> None:
-        """Need no Horovod yet."""
         self.name = name
         self._horovod = horovod
 
     @property
     def horovods(self) -> Any:
-        """Horovod's own."""
+        """Horovod's compressor of this name."""
         return getattr(self._horovod.module(initialized=False).Compression, self.name)
 
     def compress(self, tensor: Any) -> Any:
-        """What Horovod's own returns: the tensor to send, and the context for :meth:`decompress`."""
+        """Return the tensor to send, and the context for :meth:`decompress`."""
         return self.horovods.compress(tensor)
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """What Horovod's own returns: the tensor in its own type."""
+        """Return the tensor in its own type."""
         return self.horovods.decompress(tensor, ctx)
 
     def __repr__(self) -> str:
@@ -348,14 +341,14 @@ class Uncompressed:
 
 
 def horovods(compression: Any) -> Any:
-    """What Horovod's own wrappers are given: its own compressor in place of ours of the same name, or None."""
+    """Return the compression for Horovod's own wrappers: Horovod's ``none`` and ``fp16`` in place of dgc's."""
     return compression.horovods if isinstance(compression, Uncompressed) else compression
 
 
 class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
-    """What ``compression=`` takes: ``none`` and ``fp16``, as Horovod has them, and a constructor for each compressor.
+    """The values of ``compression=``: ``none`` and ``fp16``, as in Horovod, and a constructor for each compressor.
 
-    Compressors that others have registered have one as well, with the arguments of ``dgc`` and options of their own.
+    A registered compressor has a constructor, too, with the arguments of ``dgc`` and its own options.
 
     Attributes:
         none: gradients are sent as they are.
@@ -363,7 +356,6 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
     """
 
     def __init__(self, horovod: Horovod) -> None:
-        """Serve one framework."""
         self._horovod = horovod
         self.none, self.fp16 = Uncompressed("none", horovod), Uncompressed("fp16", horovod)
 
@@ -384,7 +376,7 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
         )
 
     def from_dict(self, options: Mapping[str, Any]) -> Compressor | Uncompressed:
-        """Make what a file of settings names: ``{"name": "dgc", "sparsity": 0.999}``.
+        """Make the compressor that a file of settings describes: ``{"name": "dgc", "sparsity": 0.999}``.
 
         Args:
             options: the constructor under "name", and its options. Numbers, true, false and null may be texts, as YAML
@@ -409,7 +401,7 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
         made: Compressor = getattr(self, name)(**given)
         return made
 
-    if not TYPE_CHECKING:  # a type checker knows the names that are not there
+    if not TYPE_CHECKING:  # else a type checker would accept any name
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             return constructor(name, self, self._make)
@@ -422,7 +414,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def read(value: Any) -> Any:
-    """A number, true, false or null that is given as a text, also inside a list; anything else as it is."""
+    """Return the number, true, false or null in a text, also inside a list; anything else as it is."""
     if isinstance(value, (list, tuple)):
         return [read(each) for each in value]
     if not isinstance(value, str) or value.lower() in _WORDS:
@@ -434,7 +426,7 @@ def read(value: Any) -> Any:
 
 
 def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:
-    """What the attribute ``name`` of ``owner`` is for a registered compressor: ``make`` with it as first argument."""
+    """Return the constructor of a registered compressor, which calls ``make`` with its name as first argument."""
     try:
         row = compressor_class(name)
     except ConfigError:
@@ -447,14 +439,14 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
 
     build.__name__ = build.__qualname__ = name
     build.__doc__ = row.__doc__
-    # That of ``make`` without what the constructor's name says already.
+    # The signature of ``make`` without ``algorithm``, which is the constructor's name.
     shown = [p for p in inspect.signature(make).parameters.values() if p.name != "algorithm"]
     vars(build)["__signature__"] = inspect.Signature(shown)
     return refused_uncalled(build)
 
 
 def check_compression(compression: object, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
-    """Refuse what cannot be a compressor for this framework, and a compressor in the place of a text."""
+    """Refuse a value that is no compressor for this framework, and a compressor in the place of a text."""
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise ConfigError(

@@ -1,6 +1,4 @@
-"""What ``DGCMomentum`` is in every framework: Paddle's arguments, its regularizers, its errors, its state.
-
-The names, defaults and errors are Paddle's, so that its users find theirs.
+"""``DGCMomentum`` in every framework: Paddle's arguments, regularizers, errors and state, with Paddle's names.
 
 Source: PaddlePaddle 1.6, ``fluid.optimizer.DGCMomentumOptimizer``.
 """
@@ -24,27 +22,24 @@ from dgc.core.layout import Parameter
 from dgc.errors import ConfigError, LayoutError
 
 __all__ = ["L1Decay", "L1DecayRegularizer", "L2Decay", "L2DecayRegularizer"]
-"""What the frameworks' packages export."""
 
+# Paddle compresses tensors of at least this many elements, and of these types.
 MIN_NUMEL = 16384
-"""Paddle compresses tensors of at least this many elements."""
-
 COMPRESSED_TYPES = ("float32",)
-"""Types that Paddle compresses."""
 
+# Options of the core that DGCMomentum takes beside Paddle's arguments.
 CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
-"""Options of the core that Paddle does not have, and that its optimizer here takes as well."""
 
 _PARAMETERS = (
     "give the parameters as the first argument, params (PyTorch), or to apply_gradients or minimize (TensorFlow)"
 )
+# Names that other versions of Paddle give to an argument, and what to do instead.
 PADDLE_NAMES = {
     "parameter_list": _PARAMETERS,
     "parameters": _PARAMETERS,
     "grad_clip": "local_grad_clip_norm is its name here, a float",
     "weight_decay": "regularization=L2Decay(coefficient) is its name here",
 }
-"""What other versions of Paddle call an argument, and what to do instead."""
 
 
 class ArgumentError(ConfigError, AssertionError):
@@ -52,7 +47,7 @@ class ArgumentError(ConfigError, AssertionError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise an ArgumentError unless ``condition`` holds."""
+    """Raise an ArgumentError unless a condition holds."""
     if not condition:
         raise ArgumentError(message)
 
@@ -81,7 +76,7 @@ Regularizer = L1Decay | L2Decay | None
 
 
 def check_regularizer(value: Any, what: str) -> Regularizer:
-    """Return ``value`` if it is a regulariser or None."""
+    """Return a value that must be a regularizer or None."""
     require(
         value is None or isinstance(value, (L1Decay, L2Decay)),
         f"{what} is {value!r}; allowed: None, L1Decay(coefficient) or L2Decay(coefficient)",
@@ -98,7 +93,7 @@ def check_regularizer(value: Any, what: str) -> Regularizer:
 
 
 def coefficients(regularizer: Regularizer) -> tuple[float, float]:
-    """(L1, L2) coefficients, of which one at most is not 0."""
+    """Return the coefficients (L1, L2), of which at least one is 0."""
     coefficient = 0.0 if regularizer is None else float(regularizer.regularization_coeff)
     return (coefficient, 0.0) if isinstance(regularizer, L1Decay) else (0.0, coefficient)
 
@@ -110,7 +105,8 @@ def coefficients(regularizer: Regularizer) -> tuple[float, float]:
 class PaddleOptions:
     """Paddle's arguments, checked.
 
-    ``dtypes`` and ``exclude`` are ours: which types are compressed, and name patterns of tensors that never are.
+    Not Paddle's are ``dtypes`` (the types that are compressed), ``exclude`` (name patterns of tensors that never are)
+    and ``codecs`` (some of :data:`CODEC_OPTIONS`).
     """
 
     learning_rate: Any
@@ -127,14 +123,13 @@ class PaddleOptions:
     dtypes: Sequence[str] = COMPRESSED_TYPES
     exclude: str | Sequence[str] = ()
     codecs: Mapping[str, Any] = field(default_factory=dict)
-    """Some of :data:`CODEC_OPTIONS`."""
 
     def __post_init__(self) -> None:
-        """Check everything that needs no other rank.
+        """Check all that needs no other rank.
 
         Raises:
-            ArgumentError: (an AssertionError and a ValueError) what Paddle asserts.
-            ConfigError: (a ValueError) anything else that is out of range.
+            ArgumentError: (an AssertionError and a ValueError) for a value on which Paddle has an assertion.
+            ConfigError: (a ValueError) for any other value out of range.
             TypeError: ``rampup_begin_step`` is missing, or ``codecs`` has an unknown option.
         """
         for option in fields(self):
@@ -144,7 +139,7 @@ class PaddleOptions:
         if isinstance(self.learning_rate, int) and not isinstance(self.learning_rate, bool):
             object.__setattr__(self, "learning_rate", float(self.learning_rate))
         if isinstance(self.use_nesterov, int) and self.use_nesterov in (0, 1):
-            object.__setattr__(self, "use_nesterov", bool(self.use_nesterov))  # Paddle takes its truth
+            object.__setattr__(self, "use_nesterov", bool(self.use_nesterov))  # Paddle takes 0 and 1, too
         require_flag("use_nesterov", self.use_nesterov)
         rate, begin, ranks = self.learning_rate, self.rampup_begin_step, self.num_trainers
         require(rate is not None, "learning_rate is None; give the step size, such as 0.1")
@@ -167,9 +162,9 @@ class PaddleOptions:
         self.to_config([])
 
     def core_options(self, parameters: Sequence[Parameter]) -> dict[str, Any]:
-        """Options of ``Compression.dgc``, but for momentum and decay, that do what Paddle does to these parameters.
+        """Return the options with which ``Compression.dgc`` treats these parameters as Paddle does, but for momentum.
 
-        The core keeps 1-D tensors dense and knows no types; here both go by Paddle's rule, by name.
+        The core keeps all 1-D tensors dense and ignores types. Paddle's rules for both become patterns of names.
         """
         if unknown := [name for name in self.codecs if name not in CODEC_OPTIONS]:
             known = ", ".join(CODEC_OPTIONS)
@@ -185,18 +180,18 @@ class PaddleOptions:
             min_numel=self.min_numel,
             include=tuple(_literally(p.name) for p in large if p.name in compressed and len(p.shape) <= 1),
             exclude=(*self.exclude, *(_literally(p.name) for p in large if p.name not in compressed)),
-            # Paddle sends whole float32 values.
+            # Paddle sends values as float32.
             **{"values": "float32", "small": "float32", **self.codecs},
         )
 
     def to_config(self, parameters: Sequence[Parameter]) -> DGCConfig:
-        """The core's options that make it do what Paddle does to these parameters."""
+        """Return the options with which the core treats these parameters as Paddle does."""
         decay = max(coefficients(self.regularization))
         own = dict(momentum=self.momentum, nesterov=self.use_nesterov, weight_decay=decay)
         return make_config({**own, **self.core_options(parameters)}, owner="DGCMomentum")
 
     def check_rate_is_number(self) -> None:
-        """For PyTorch, whose schedulers change a number."""
+        """Require a number: PyTorch's schedulers change one."""
         try:
             number = float(self.learning_rate)  # a tensor, too
         except (TypeError, ValueError):
@@ -205,23 +200,23 @@ class PaddleOptions:
             raise ConfigError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number >= 0")
 
     def check_ranks(self, ranks: int) -> None:
-        """Compare ``num_trainers`` with the job."""
+        """Require that ``num_trainers`` is the job's number of ranks."""
         require(
             self.num_trainers is None or self.num_trainers == ranks,
-            f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out where no "
-            "clipping needs it",
+            f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out "
+            "without clipping",
         )
 
 
 def one_rate(learning_rate: Any, lr: Any) -> Any:
-    """The learning rate, which has two names."""
+    """Return the learning rate, which has two names."""
     if learning_rate is not None and lr is not None:
         raise ConfigError("learning_rate and lr mean the same; give one of them")
     return learning_rate if lr is None else lr
 
 
 def require_parameters(params: object) -> None:
-    """Say what is missing where Paddle's arguments stand without ``params`` before them."""
+    """Refuse Paddle's arguments without ``params`` before them."""
     if params is None or isinstance(params, (int, float)):
         raise TypeError(
             "params is missing: the first argument is what to train, such as model.named_parameters() (Paddle's "
@@ -230,17 +225,17 @@ def require_parameters(params: object) -> None:
 
 
 def warn_of_one_process() -> None:
-    """Where Paddle raises "DGC is not useful", a script can be tried out without a launcher."""
+    """Warn where Paddle raises "DGC is not useful", so that a script can be tried out without a launcher."""
     warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=4)
 
 
 def _literally(name: str) -> str:
-    """A name pattern that matches this name only."""
+    """Return a pattern that matches this name only."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 class ExchangeMethods:
-    """Mixed into an optimizer: methods that are its compressor's."""
+    """Mixed into an optimizer: methods of its compressor."""
 
     compression: CompressorBase[Any]
 
@@ -250,7 +245,7 @@ class ExchangeMethods:
         return self.compression.stats
 
     def describe(self) -> dict[str, Any]:
-        """What the next step will do, for a log: step, density, end of the ramp-up, shares, buckets, transport."""
+        """Return what the next step will do, for a log: see ``compression.describe()``."""
         return self.compression.describe()
 
     def on_step(self, observer: Observer) -> Observer:
@@ -270,12 +265,12 @@ class ExchangeMethods:
 
 
 class StateError(LayoutError, AssertionError):
-    """A state dict that does not fit, which Paddle refuses with an ``AssertionError``."""
+    """A state dict that does not fit; Paddle refuses it with an ``AssertionError``."""
 
 
 @contextlib.contextmanager
 def as_state_error() -> Iterator[None]:
-    """Turn the core's refusal of a state (LayoutError) into Paddle's kind of error (StateError)."""
+    """Turn the core's LayoutError about a state into a StateError."""
     try:
         yield
     except StateError:
@@ -285,7 +280,7 @@ def as_state_error() -> Iterator[None]:
 
 
 def require_keys(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a state in which something is missing."""
+    """Require keys of a state."""
     for key in keys:
         if key not in saved:
             raise StateError(f"the state has no {key!r}; it was not made by DGCMomentum's state_dict()")

@@ -1,4 +1,4 @@
-"""Before the first step: whatever it would compile is compiled by steps of small tensors, thrown away afterwards."""
+"""Warm-up: two ranks of threads exchange small tensors before the first step, which compiles all that steps need."""
 
 from __future__ import annotations
 
@@ -20,54 +20,53 @@ from dgc.transport.local import run_ranks
 
 Chosen = TypeVar("Chosen")
 
-_SHAPES = {"matrix": (400, 400), "small": (64,)}
-"""Of the tensors; the first is large enough for several threads."""
+_SHAPES = {"matrix": (400, 400), "small": (64,)}  # the matrix is large enough for several threads
 _STEPS = 3  # the first one may be dense, the second has no thresholds yet
 
-_rehearsed: set[DGCConfig] = set()
+_warm: set[DGCConfig] = set()  # options that were compiled in this process
 
 
 def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callable[[Chosen], Kernels]) -> Chosen:
-    """What ``choose`` returns, whose kernels that compiles, and all else that steps with these options need compiled.
+    """Compile all that steps with these options need, and return what ``choose`` returned.
 
-    Local: no communication. The processes of a host share what is to be compiled, and wait for each other; see
-    :func:`dgc.core.kernels.compile.compiling`.
+    ``kernels_of`` takes the kernels out of that. Local: no communication. The processes of a host share the work and
+    wait for each other; see :func:`dgc.core.kernels.compile.compiling`.
     """
     from dgc.core.kernels.compile import BusyError, compiling  # which loads Numba
 
     if compressor_class(config.algorithm).number not in OWN_NUMBERS:
-        # One of somebody else is not called before the first step; what it shares with ours is compiled.
+        # A registered compressor is not called before the first step; the kernels that it shares are compiled.
         config = dataclasses.replace(config, algorithm="dgc", own=None)
     small = _of_small_tensors(config)
-    known = small in _rehearsed
+    known = small in _warm
     clips = "" if config.local_grad_clip_norm is None else "-clip"
     name = f"{config.algorithm}-{config.indices}-{config.values}-{config.small}{clips}"
 
     def codecs() -> None:
         if not known:
             with compiling(f"codecs-{name}", part="codecs"):
-                _rehearse(small, ReferenceKernels())
+                _run_steps(small, ReferenceKernels())
 
     def everything() -> Chosen:
         chosen = choose()
         kernels = kernels_of(chosen)
         codecs()
         if not (known or kernels.on_device):
-            _rehearse(small, kernels)
-        _rehearsed.add(small)
+            _run_steps(small, kernels)
+        _warm.add(small)
         return chosen
 
     try:
         with compiling(name, patience=0):
             return everything()
-    except BusyError:  # another process of this host compiles the kernels: the codecs meanwhile
+    except BusyError:  # another process of this host compiles the kernels; compile the codecs meanwhile
         codecs()
         with compiling(name):
             return everything()
 
 
 def _of_small_tensors(config: DGCConfig) -> DGCConfig:
-    """The options for :data:`_SHAPES`, with all that a longer training comes to in its first steps."""
+    """Return options with which :data:`_STEPS` steps of :data:`_SHAPES` meet all that a longer training meets."""
     return dataclasses.replace(
         config,
         momentum=config.momentum or 0.9,
@@ -81,8 +80,7 @@ def _of_small_tensors(config: DGCConfig) -> DGCConfig:
     )
 
 
-def _rehearse(config: DGCConfig, kernels: Kernels) -> None:
-    """Steps of two ranks."""
+def _run_steps(config: DGCConfig, kernels: Kernels) -> None:
     layout = make_layout([Parameter(name, shape, "float32") for name, shape in _SHAPES.items()], config)
 
     def one_rank(transport: Transport) -> None:
@@ -100,7 +98,7 @@ def _rehearse(config: DGCConfig, kernels: Kernels) -> None:
 
 
 def compile_all() -> str:
-    """Compile what every compressor and codec of this package needs, with default options; returns where it is kept."""
+    """Compile what all compressors and codecs need with default options; return the folder of the kernels."""
     from dgc.core.kernels import choose_kernels
     from dgc.core.kernels.compile import cache_directory
 

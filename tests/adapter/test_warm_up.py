@@ -58,7 +58,7 @@ def test_no_step_compiles_or_loads_anything(algorithm, options):
     assert in_use() == before
 
 
-def test_rehearsals_leave_a_used_compressor_alone():
+def test_a_warm_up_leaves_a_used_compressor_as_it_was():
     kernels = choose_kernels("cpu")
     config = make_config({"exclude": "*", "include": "w", "hierarchical": "auto", "min_numel": 10**9})
     assert compiled(config, lambda: kernels, lambda made: made) is kernels
@@ -75,7 +75,7 @@ DENSE_FIRST = """
 """
 
 
-def test_a_ramp_up_that_begins_with_everything_is_rehearsed_with_entries():
+def test_a_ramp_up_that_begins_with_everything_is_compiled_with_entries():
     done = run_script(DENSE_FIRST)
     assert done.stdout == "1\n", done.stderr
 
