@@ -25,7 +25,7 @@ from typing import IO
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUTPUT = REPOSITORY / "build" / "tests"
 
-FIRST = ("tests/adapters_torch", "tests/core", "tests/launch")
+FIRST = ("tests/adapters_torch", "tests/core", "tests/launch", "tests/torchrun")
 """Folders of the first lane; the second has all others. Balanced by the durations of both."""
 TOOLS = ("evidence/tests", "benchmarks/tests")
 QUICK = ("tests/core", "tests/contract")

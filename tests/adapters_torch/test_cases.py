@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from documented import own_names
-from rank_jobs import CARRIERS, SIZES, TORCHRUN, each_case
+from rank_jobs import CARRIERS, SIZES, each_case
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -18,5 +18,3 @@ test_repeated = each_case(WORKERS / "repeated_cases.py")
 test_unusual_use = each_case(WORKERS / "unusual_use_cases.py")
 test_mixed_use = each_case(WORKERS / "mixed_use_cases.py")
 test_compiled = each_case(WORKERS / "compiled_cases.py")
-test_closures = each_case(WORKERS / "closures_cases.py", TORCHRUN)
-test_changed_optimizer = each_case(WORKERS / "changed_optimizer_cases.py", TORCHRUN)

@@ -1,12 +1,7 @@
-"""The dense baseline of dgc's optimizer under torchrun, without Horovod and beside one that is not initialised."""
-
-from pathlib import Path
+"""The dense baseline of dgc's optimizer under torchrun, beside a Horovod that is not initialised."""
 
 import pytest
 from launch_tools import run_mpi
-from rank_jobs import TORCHRUN, each_case
-
-test_without_a_compressor = each_case(Path(__file__).parent / "workers" / "dense_cases.py", TORCHRUN)
 
 BESIDE_HOROVOD = """
 import inspect

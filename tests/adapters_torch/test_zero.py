@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from launch_tools import REPOSITORY, run_mpi
-from rank_jobs import CARRIERS, SIZES, TORCHRUN, each_case, once
+from rank_jobs import CARRIERS, SIZES, each_case, once
 
 pytest.importorskip("torch")
 
 WORKERS = Path(__file__).parent / "workers"
 
 test_sharding = each_case(WORKERS / "zero_cases.py", {**SIZES, "gloo": CARRIERS["gloo"]})
-test_under_torchrun = each_case(WORKERS / "zero_cases.py", TORCHRUN)
 test_in_distributed_optimizers = each_case(WORKERS / "zero_horovod_cases.py", SIZES)
 
 ONE_PROCESS = """

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rank_jobs import TORCHRUN, each_case
+from rank_jobs import each_case
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -10,4 +10,3 @@ test_resume = each_case(WORKERS / "resume_cases.py")
 test_schedules = each_case(WORKERS / "schedules_cases.py")
 test_save = each_case(WORKERS / "save_cases.py")
 test_load = each_case(WORKERS / "load_cases.py")
-test_states_in_any_order = each_case(WORKERS / "saved_states_cases.py", TORCHRUN)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from launch_tools import run_mpi
-from rank_jobs import TORCHRUN, each_case
 
 DYING = """
 import os, signal
@@ -37,9 +36,7 @@ for step in range(1000):
 """
 
 
-WORKER = Path(__file__).parent / "workers" / "ddp_cases.py"
-
-test_under_torchrun = each_case(WORKER, TORCHRUN)
+WORKER = Path(__file__).parent.parent / "adapters_torch" / "workers" / "ddp_cases.py"
 
 
 @pytest.mark.mpi

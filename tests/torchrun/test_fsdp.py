@@ -1,15 +1,7 @@
 """dgc's optimizer between the nodes of FSDP2, under torchrun without Horovod and mpi4py."""
 
-from pathlib import Path
-
 import pytest
 from launch_tools import run_mpi
-from rank_jobs import each_case
-
-test_between_nodes = each_case(
-    Path(__file__).parent / "workers" / "fsdp_cases.py", {"torchrun": {"n": 4, "launcher": "torchrun"}}
-)
-
 
 DYING = """
 import os, signal

@@ -1,0 +1,17 @@
+"""PyTorch's cases under torchrun, where neither Horovod nor mpi4py can be imported."""
+
+from pathlib import Path
+
+from rank_jobs import TORCHRUN, each_case
+
+ADAPTERS = Path(__file__).parent.parent / "adapters_torch"
+WORKERS = ADAPTERS / "workers"
+
+test_distributed = each_case(WORKERS / "distributed_cases.py", TORCHRUN)
+test_ddp = each_case(WORKERS / "ddp_cases.py", TORCHRUN)
+test_fsdp = each_case(WORKERS / "fsdp_cases.py", {"torchrun": {"n": 4, "launcher": "torchrun"}})
+test_closures = each_case(WORKERS / "closures_cases.py", TORCHRUN)
+test_changed_optimizer = each_case(WORKERS / "changed_optimizer_cases.py", TORCHRUN)
+test_dense = each_case(WORKERS / "dense_cases.py", TORCHRUN)
+test_zero = each_case(WORKERS / "zero_cases.py", TORCHRUN)
+test_saved_states = each_case(ADAPTERS / "checkpoint" / "workers" / "saved_states_cases.py", TORCHRUN)
