@@ -111,4 +111,5 @@ def test_the_reference_has_every_public_name():
     expected = public("dgc.torch") | public("dgc.tensorflow") | modules
     same = {"Compression", "DGCCompressor", "DGCMomentum", "join"}  # of both packages for TensorFlow
     expected |= {name for name in public("dgc.tensorflow.keras") if name.rpartition(".")[2] not in same}
-    assert shown == expected
+    second_name = {name for name in expected if name.endswith(".DGCMomentumOptimizer")}  # of DGCMomentum
+    assert shown == expected - second_name
