@@ -30,6 +30,7 @@ from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.exchange.pipeline import clip_factors
 from dgc.core.kernels.base import SegmentWork, Selection
 from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Bucket, Layout, Parameter, make_layout
 
 RESULTS = Path(__file__).parent / "results"
@@ -174,7 +175,7 @@ class _BucketState:
     def __post_init__(self) -> None:
         self.u = np.zeros(self.bucket.size, np.float32)
         self.v = np.zeros(self.bucket.sparse_size, np.float32)
-        self.thresholds = self.kernels.new_thresholds(len(self.ks))
+        self.thresholds = new_thresholds(len(self.ks))
         self.codec = SparseCodec(self.bucket, sum(self.ks), *self.codecs)
         self.payload = np.empty(self.codec.max_bytes, np.uint8)
 

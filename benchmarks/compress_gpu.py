@@ -28,6 +28,7 @@ from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.device import DeviceKernels
 from dgc.core.kernels.gpu import CupyKernels
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Bucket, Layout, Parameter, make_layout
 
 CASES = ("plain", "nesterov", "weight decay", "float16", "bfloat16")
@@ -76,7 +77,7 @@ class BucketState:
         self.work, self.ks = work, ks
         self.u = kernels.memory.zeros(bucket.size, np.float32)
         self.v = kernels.memory.zeros(bucket.sparse_size, np.float32)
-        self.thresholds = kernels.new_thresholds(len(ks))
+        self.thresholds = new_thresholds(len(ks))
         self.codec = SparseCodec(bucket, sum(ks), DGCConfig.indices, DGCConfig.values)
         self.payload = np.empty(self.codec.max_bytes, np.uint8)
         self.sent = 0

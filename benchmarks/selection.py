@@ -27,6 +27,7 @@ from dgc.core.config import DGCConfig, Schedule, entries_to_send
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import top_k
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Layout, Parameter, make_layout
 
 HERE = Path(__file__).parent
@@ -69,7 +70,7 @@ def select(layout: Layout, steps: Steps) -> dict[str, float]:
     states = []
     for bucket in layout.buckets:
         u, v = np.zeros(bucket.size, np.float32), np.zeros(bucket.sparse_size, np.float32)
-        states.append((bucket, u, v, kernels.new_thresholds(len(bucket.sparse))))
+        states.append((bucket, u, v, new_thresholds(len(bucket.sparse))))
     for density, gradients in steps:
         given = iter(gradients)
         for bucket, u, v, thresholds in states:
@@ -142,7 +143,7 @@ def flat_memory() -> dict[str, float]:
     kernels = NumbaKernels(2)
 
     def train(n: int) -> None:
-        u, v, thresholds = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_thresholds(1)
+        u, v, thresholds = np.zeros(n, np.float32), np.zeros(n, np.float32), new_thresholds(1)
         for _ in range(3):
             chosen = kernels.accumulate_and_select([SegmentWork(g[:n], None, 0, n, n // 1000, 0.9)], u, v, thresholds)
             kernels.take_out(u, v, chosen.positions, chosen.values, masking=True)

@@ -1,11 +1,10 @@
-"""How the entries of a message become bytes: codecs of positions, codecs of values, and what puts them together.
+"""Turn the entries of a message into bytes and back: codecs of positions, codecs of values, and their combinations.
 
-``docs/wire-format.md`` is the specification. The codecs' numbers are part of it: never reuse or change one. Every block
-is a multiple of 8 bytes long, so each part of a message that starts on an 8-byte boundary does too.
+``docs/wire-format.md`` is the specification. The codecs' numbers are part of it: never reuse or change one. The length
+of every block is a multiple of 8 bytes, so that each block of a message begins on an 8-byte boundary.
 
-n = elements of the bucket's flat sparse space, k = entries of one message, a group = the entries of one tensor. Groups
-keep layers of different magnitude apart; they cost nothing to mark, since the boundaries follow from the positions and
-the layout, which a receiver has.
+n = elements of the bucket's sparsified part, k = entries of one message, a group = the entries of one tensor. Groups
+keep layers of different magnitude apart. They need no bytes: positions and layout tell the receiver where they end.
 """
 
 from __future__ import annotations
@@ -16,39 +15,36 @@ from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.core.checks import require_unused
 from dgc.core.layout import Bucket
 from dgc.errors import ConfigError, WireError
 
-BLOCK_ALIGNMENT = 8
-"""Every block's length is a multiple of this, so that the block after it can be read as words."""
+BLOCK_ALIGNMENT = 8  # bytes; every block's length is a multiple of it
 
+# Numbers for compressors and codecs that do not belong to this package.
 FREE_NUMBERS = range(128, 256)
-"""Numbers in a message's header that this package never gives to a codec of its own."""
 
-SPARSE_ID = 1
-"""Compressor id of ``dgc`` in the header."""
+SPARSE_ID = 1  # the number of ``dgc`` in the header
 
 _DAMAGED = "The message is damaged, or was written for another layout."
 
 
 @unique
 class IndexCodecId(IntEnum):
-    """How a message writes its positions; 1 and 4 were codecs' and stay reserved."""
+    """The codec of a message's positions. 1 and 4 are reserved."""
 
-    NONE = 0
-    """No positions: the compressor sends every element. There is no codec object for it."""
+    NONE = 0  # the compressor sends every element, or writes positions itself
     UINT16 = 2
     ELIAS_FANO = 3
 
 
 @unique
 class ValueCodecId(IntEnum):
-    """How a message writes its values; 3, 5 and 6 were codecs' and stay reserved."""
+    """The codec of a message's values. 3, 5 and 6 are reserved."""
 
-    NONE = 0
-    """The compressor writes its payload itself. There is no codec object for it."""
+    NONE = 0  # the compressor writes its payload itself
     FLOAT32 = 1
     FLOAT16 = 2
     INT8 = 4
@@ -58,15 +54,13 @@ class ValueCodecId(IntEnum):
 
 @runtime_checkable
 class IndexCodec(Protocol):
-    """Writes k sorted, unique positions below n as bytes and reads them back."""
+    """Write k ascending, unique positions below n as bytes, and read them back."""
 
-    id: int
-    """The codec's number in a header."""
-    name: str
-    """The codec's name in the option ``indices=``."""
+    id: int  # the codec's number in a header
+    name: str  # the codec's name in the option ``indices=``
 
     def max_bytes(self, n: int, k: int) -> int:
-        """Bytes that suffice for k or fewer of n elements, wherever they are: a multiple of 8 that never falls with k.
+        """Return how many bytes any k or fewer positions take at most: a multiple of 8 that does not fall as k grows.
 
         0 <= k <= n < 2**31.
         """
@@ -75,7 +69,7 @@ class IndexCodec(Protocol):
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
         """Write (k,) int64 positions, strictly ascending in [0, n), at the start of ``out``.
 
-        For unsorted positions a codec may write nonsense, which ``decode`` refuses, but never outside ``out``.
+        Positions that are not ascending may be written as nonsense that ``decode`` refuses, but never outside ``out``.
 
         Args:
             positions: the positions.
@@ -86,12 +80,12 @@ class IndexCodec(Protocol):
             Bytes written, at most ``max_bytes(n, k)``, a multiple of 8.
 
         Raises:
-            WireError: ``out`` is too short, or the codec met positions that it cannot write.
+            WireError: ``out`` is too short, or the codec cannot write these positions.
         """
         ...
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read ``count`` positions, 0..n, from the start of ``data``, (m,) uint8; what follows them is not looked at.
+        """Read ``count`` positions, 0..n, from the start of ``data``, (m,) uint8; ignore the bytes after them.
 
         Returns:
             (count,) int64, strictly ascending, each in [0, n); and the number of bytes read.
@@ -104,20 +98,18 @@ class IndexCodec(Protocol):
 
 @runtime_checkable
 class ValueCodec(Protocol):
-    """Writes k float32 as bytes and reads them back, exactly or with an error that the sender can compute.
+    """Write k float32 as bytes, and read them back, exactly or with an error that the sender can compute.
 
     Group i, one per tensor of the bucket, holds the entries ``bounds[i]:bounds[i + 1]``; bounds are (groups + 1,) int64
-    from 0 to k. Groups may be empty. Finite values come back finite; a non-finite value makes its own entry non-finite,
-    or its whole group where the group shares a scale. Neither raises.
+    from 0 to k. Groups may be empty. Finite values are read back as finite values. A non-finite value makes its entry
+    non-finite, or the group that shares a scale with it; it raises no error.
     """
 
-    id: int
-    """The codec's number in a header."""
-    name: str
-    """The codec's name in the options ``values=`` and ``small=``."""
+    id: int  # the codec's number in a header
+    name: str  # the codec's name in the options ``values=`` and ``small=``
 
     def max_bytes(self, k: int, groups: int) -> int:
-        """Bytes that always suffice for k or fewer entries in this many groups; a multiple of 8."""
+        """Return how many bytes k or fewer entries in this many groups take at most; a multiple of 8."""
         ...
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
@@ -132,7 +124,7 @@ class ValueCodec(Protocol):
         ...
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read ``count`` values from the start of ``data``, (m,) uint8; what follows them is not looked at.
+        """Read ``count`` values from the start of ``data``, (m,) uint8; ignore the bytes after them.
 
         Returns:
             (count,) float32, a fresh array; and the number of bytes read.
@@ -144,7 +136,7 @@ class ValueCodec(Protocol):
 
 
 class _Compiled:
-    """``dgc.core.kernels.loops``, which is loaded with Numba when one of its loops is first used."""
+    """Load ``dgc.core.kernels.loops``, and Numba with it, when one of its loops is first used."""
 
     def __getattr__(self, name: str) -> Any:
         from dgc.core.kernels import loops as loaded
@@ -169,7 +161,7 @@ def words_for(bits: int) -> int:
 
 
 def block_of(array: np.ndarray, nbytes: int, what: str, *, writes: bool = False) -> np.ndarray:
-    """The first ``nbytes`` of what is left of a message, to be read, or written by the codec ``what``."""
+    """Return the first ``nbytes`` of a message's rest, for the codec ``what`` to read or write."""
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise WireError(
             f"{what}: a message is a contiguous one-dimensional uint8 array, not {array.dtype} of shape {array.shape}."
@@ -196,20 +188,21 @@ def check_positions(positions: np.ndarray, n: int, name: str) -> None:
 # -- positions -----------------------------------------------------------------------------------------------------
 
 
-class Uint16Indices:
-    """16-bit offsets in tiles of 65 536 elements, after a table of the tiles' entry counts.
+class Uint16Indices(IndexCodec):
+    """Write 16-bit offsets in tiles of 65 536 elements, after a table of the tiles' entry counts.
 
-    16 bits an entry and 32 bits a tile: 16.5 bits at 0.1 %. As quick to read as it gets.
+    An entry takes 16 bits, a tile 32: 16.5 bits per entry at 0.1 %. No codec is faster to read.
     """
 
     id: int = IndexCodecId.UINT16
     name = "uint16"
 
-    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
+    @override
+    def max_bytes(self, n: int, k: int) -> int:
         return padded(4 * _tiles_of(n)) + padded(2 * k)
 
+    @override
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
-        """Write positions; does not check their order. See :class:`IndexCodec`."""
         k = positions.size
         block = block_of(out, self.max_bytes(n, k), self.name, writes=True)
         tiles = _tiles_of(n)
@@ -220,11 +213,12 @@ class Uint16Indices:
         block[table + 2 * k :] = 0
         return block.size
 
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
+    @override
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
         block = block_of(data, self.max_bytes(n, count), self.name)
         tiles, table = _tiles_of(n), block.size - padded(2 * count)
         counts = block[: 4 * tiles].view("<u4").astype(np.int64)
-        # Before np.repeat, which would otherwise allocate whatever a damaged table asks for.
+        # Checked before np.repeat, which would allocate whatever a damaged table asks for.
         total = int(counts.sum())
         if total != count:
             raise WireError(f"{self.name}: the tiles hold {total} entries, the header says {count}. {_DAMAGED}")
@@ -240,9 +234,9 @@ def _tiles_of(n: int) -> int:
 
 @lru_cache(maxsize=1024)
 def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
-    """Return the low bits' width and the words of both parts for k entries below n.
+    """Return the width of the low bits, and the words of the low and the high part, for k entries below n.
 
-    The width, 0..47, is the smallest of those that make the block shortest; the length never falls when k grows.
+    Of the widths that make the block shortest, the smallest is chosen. The length never falls when k grows.
 
     Source: Elias 1974, "Efficient storage and retrieval by content and address of static files"; Fano 1971.
     """
@@ -252,22 +246,24 @@ def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
     return min(shapes, key=lambda shape: shape[1] + shape[2])
 
 
-class EliasFanoIndices:
-    """Near the entropy: 11.95 bits an entry at 0.1 % and 8.56 at 1 %, where 11.41 and 8.08 are possible.
+class EliasFanoIndices(IndexCodec):
+    """Write positions near the entropy: 11.95 bits per entry at 0.1 % and 8.56 at 1 %; the entropy is 11.41 and 8.08.
 
     Low part: the low w bits of each position, one after the other. High part: a bit vector in which entry i with
-    high part h sets bit h + i, so that h zeros and i ones stand before it. Golomb-Rice would reserve as many bits in
-    the worst case, and its entries wait for one another.
+    high part h sets bit h + i, so that h zeros and i ones precede it. A Golomb-Rice code needs as many bits in the
+    worst case, and its entries have to be read one after the other.
     """
 
     id: int = IndexCodecId.ELIAS_FANO
     name = "elias_fano"
 
-    def max_bytes(self, n: int, k: int) -> int:  # noqa: D102
+    @override
+    def max_bytes(self, n: int, k: int) -> int:
         _, low_words, high_words = elias_fano_shape(n, k)
         return 8 * (low_words + high_words)
 
-    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:  # noqa: D102
+    @override
+    def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
         block = block_of(out, self.max_bytes(n, positions.size), self.name, writes=True)
         words = _as_words(block)
         width, low, _ = elias_fano_shape(n, positions.size)
@@ -281,7 +277,8 @@ class EliasFanoIndices:
             block.view("<u8")[...] = words
         return block.size
 
-    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:  # noqa: D102
+    @override
+    def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
         block = block_of(data, self.max_bytes(n, count), self.name)
         words, positions = _as_words(block), np.empty(count, np.int64)
         width, low, _ = elias_fano_shape(n, count)
@@ -295,7 +292,7 @@ class EliasFanoIndices:
 
 
 def _as_words(block: np.ndarray) -> np.ndarray:
-    """A block of whole words as little-endian uint64; a copy where the memory is not aligned for that."""
+    """Return a block as little-endian uint64: a view, or a copy if the memory is not aligned."""
     words = block.view("<u8")
     return words if words.flags.aligned else words.copy()
 
@@ -303,33 +300,35 @@ def _as_words(block: np.ndarray) -> np.ndarray:
 # -- values --------------------------------------------------------------------------------------------------------
 
 
-class Float32Values:
-    """32 bits an entry, exact."""
+class Float32Values(ValueCodec):
+    """Write each entry as a float32, exactly."""
 
     id: int = ValueCodecId.FLOAT32
     name = "float32"
 
-    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
+    @override
+    def max_bytes(self, k: int, groups: int) -> int:
         return padded(4 * k)
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+    @override
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
         block[: values.nbytes] = values.view(np.uint8)
         block[values.nbytes :] = 0
         return block.size
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+    @override
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
         block = block_of(data, self.max_bytes(count, 0), self.name)
         return block[: 4 * count].view(np.float32).copy(), block.size
 
 
-class Float16Values:
-    """16 bits an entry: half precision, under one power of two for the whole message.
+class Float16Values(ValueCodec):
+    """Write each entry in half precision, all of a message scaled by one power of two.
 
-    Gradients are often below 6e-5, where half precision thins out. So the message's values are multiplied by the
-    power of two that brings the largest to [2^14, 2^15): the relative error is at most 2^-11 for every value down to
-    2^-28 of the largest one, and below that the absolute error is at most 2^-39 of the largest. Scaling by a power
-    of two rounds nothing.
+    Gradients are often below 6e-5, where half precision has few digits. So all values are multiplied by the power of
+    two that brings the largest one to [2^14, 2^15). The relative error is at most 2^-11 for values down to 2^-28 of the
+    largest; below that, the absolute error is at most 2^-39 of the largest. The power of two itself rounds nothing.
 
     A block: the exponent e as int32, 4 zero bytes, then k halves h; a value is h * 2^e.
     """
@@ -338,21 +337,21 @@ class Float16Values:
     name = "float16"
 
     HEAD = 8
-    MIN_EXPONENT = -163
-    """Brings the smallest float32, 2^-149, to 2^14."""
-    MAX_EXPONENT = 113
-    """Brings the largest float32, just below 2^128, to just below 2^15."""
+    MIN_EXPONENT = -163  # brings the smallest float32, 2^-149, to 2^14
+    MAX_EXPONENT = 113  # brings the largest float32, just below 2^128, to just below 2^15
 
-    def max_bytes(self, k: int, groups: int) -> int:  # noqa: D102
+    @override
+    def max_bytes(self, k: int, groups: int) -> int:
         return self.HEAD + padded(2 * k)
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+    @override
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
         largest = float(np.uint32(loops.largest_magnitude(values)).view(np.float32))
         finite = math.isfinite(largest)
-        # Beside NaN or infinity, which stay what they are, the finite entries keep what precision they can.
+        # NaN and infinity stay. The finite entries beside them get the largest scale.
         exponent = (math.frexp(largest)[1] - 15 if largest else 0) if finite else self.MAX_EXPONENT
-        # Rounding up to 2^15 would read back as 2^128: infinity.
+        # A half that is rounded up to 2^15 would be read as 2^128, which is infinity.
         limit = 32752.0 if finite and exponent == self.MAX_EXPONENT else math.inf
         end = self.HEAD + 2 * values.size
         loops.to_halves(values, *_factors(-exponent), np.float32(limit), block[self.HEAD : end].view(np.uint16))
@@ -361,7 +360,8 @@ class Float16Values:
         block[end:] = 0
         return block.size
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+    @override
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
         block = block_of(data, self.max_bytes(count, 0), self.name)
         exponent = int(block[:4].view("<i4")[0])
         if not self.MIN_EXPONENT <= exponent <= self.MAX_EXPONENT:
@@ -375,21 +375,18 @@ class Float16Values:
 
 
 def _factors(exponent: int) -> tuple[np.float32, np.float32]:
-    """Normal float32 whose product is 2^exponent, -163..163: multiplying by one after the other rounds once at most."""
+    """Return two normal float32 whose product is 2^exponent, -163..163. Multiplying by both rounds at most once."""
     first = exponent if -126 <= exponent <= 127 else int(math.copysign(100, exponent))
     return np.float32(2.0**first), np.float32(2.0 ** (exponent - first))
 
 
-class _Quantized:
-    """A code of ``bits`` bits for each entry and ``scales`` float32 for each group.
+class _Quantized(ValueCodec):
+    """Write ``scales`` float32 for each group, padded, and ``bits`` bits for each entry, lowest first, padded."""
 
-    A block: (groups, scales) float32, padded; then the codes, lowest bits first, padded.
-    """
-
-    name: str
     bits: int
     scales: int
 
+    @override
     def max_bytes(self, k: int, groups: int) -> int:
         return padded(4 * self.scales * groups) + 8 * words_for(self.bits * k)
 
@@ -407,25 +404,27 @@ class _Quantized:
 
 
 class IntegerValues(_Quantized):
-    """Of ``bits`` bits: q in -L..L with L = 2^(bits - 1) - 1; a value is (q / L) * its group's largest magnitude.
+    """Write q in -L..L with L = 2^(bits - 1) - 1; a value is (q / L) * its group's largest magnitude.
 
-    The error is at most 1 / 2L of the group's largest magnitude, and that largest value comes back exact. The factor
-    q / L comes first and is at most 1, so nothing overflows, and nothing is divided by a scale that fell to 0.
+    The error is at most 1 / 2L of the group's largest magnitude; the largest value itself is exact. The factor q / L is
+    applied first and is at most 1, so nothing overflows, and no scale that was rounded to 0 is a divisor.
     """
 
     scales = 1
 
     def __init__(self, bits: int) -> None:
-        """8 bits: 255 levels. 3: 7, for small tensors, of which a few elements are large and most are sent as 0."""
+        """Use 8 bits for 255 levels; 3 bits for 7 levels, for small tensors: most of their elements are sent as 0."""
         self.bits, self.name = bits, f"int{bits}"
         self.id: int = ValueCodecId[self.name.upper()]
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+    @override
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         block = block_of(out, self.max_bytes(values.size, bounds.size - 1), self.name, writes=True)
         self.write_apart(values, bounds[:-1], bounds, block, np.empty_like(values))
         return block.size
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+    @override
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
         block, values = block_of(data, self.max_bytes(count, bounds.size - 1), self.name), np.zeros(count, np.float32)
         self.add_apart(block, bounds[:-1], bounds, values)
         return values, block.size
@@ -433,13 +432,13 @@ class IntegerValues(_Quantized):
     def write_apart(
         self, x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, block: np.ndarray, left: np.ndarray
     ) -> None:
-        """Write groups that begin at ``starts`` of (N,) float32 ``x``; their places in ``left`` become what is lost."""
+        """Write the groups that begin at ``starts`` of (N,) float32 ``x``; set ``left`` to ``x - decoded`` there."""
         scales, codes = np.empty(starts.size, np.float32), np.empty(int(bounds[-1]), np.uint8)
         loops.encode_integers(x, starts, bounds, self.bits, scales, codes, left)
         self._write(block, scales, codes)
 
     def add_apart(self, block: np.ndarray, starts: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> None:
-        """Read such groups and add them to (N,) float32 ``sums``."""
+        """Read what :meth:`write_apart` wrote and add it to (N,) float32 ``sums``."""
         scales, codes = self._read(block, int(bounds[-1]), starts.size)
         if not loops.add_integers(scales, codes, starts, bounds, self.bits, sums):
             lowest = -(1 << (self.bits - 1))
@@ -447,10 +446,10 @@ class IntegerValues(_Quantized):
 
 
 class Int2Values(_Quantized):
-    """2 bits an entry: 1 = negative, and 2 = the larger of its group's two magnitudes.
+    """Write 2 bits per entry: the sign, and which of its group's two magnitudes it has.
 
-    The magnitudes are the mean of those not above the group's mean magnitude, and the mean of those above; so the sum
-    of a group's magnitudes is kept exactly (in real numbers), and a single large entry stays as it is.
+    The two magnitudes are the mean of the magnitudes above the group's mean magnitude, and the mean of the others. So
+    the sum of a group's magnitudes is kept (in real numbers), and a single large entry stays as it is.
     """
 
     id: int = ValueCodecId.INT2
@@ -458,14 +457,16 @@ class Int2Values(_Quantized):
     bits = 2
     scales = 2
 
-    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:  # noqa: D102
+    @override
+    def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         block = block_of(out, self.max_bytes(values.size, bounds.size - 1), self.name, writes=True)
         means, codes = np.empty(2 * (bounds.size - 1), np.float32), np.empty(values.size, np.uint8)
         loops.encode_two_means(values, bounds, means, codes)
         self._write(block, means, codes)
         return block.size
 
-    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:  # noqa: D102
+    @override
+    def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
         block = block_of(data, self.max_bytes(count, bounds.size - 1), self.name)
         means, codes = self._read(block, count, bounds.size - 1)
         values = np.empty(count, np.float32)
@@ -476,14 +477,10 @@ class Int2Values(_Quantized):
 # -- by name -------------------------------------------------------------------------------------------------------
 
 
-def _by_name(*codecs: Any) -> dict[str, Any]:
-    return {codec.name: codec for codec in codecs}
-
-
-INDEX_CODECS: dict[str, IndexCodec] = _by_name(Uint16Indices(), EliasFanoIndices())
-VALUE_CODECS: dict[str, ValueCodec] = _by_name(
-    Float16Values(), Float32Values(), IntegerValues(8), IntegerValues(3), Int2Values()
-)
+_INDEX_CODECS: list[IndexCodec] = [Uint16Indices(), EliasFanoIndices()]
+_VALUE_CODECS: list[ValueCodec] = [Float16Values(), Float32Values(), IntegerValues(8), IntegerValues(3), Int2Values()]
+INDEX_CODECS = {codec.name: codec for codec in _INDEX_CODECS}
+VALUE_CODECS = {codec.name: codec for codec in _VALUE_CODECS}
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "indices": (IndexCodec, INDEX_CODECS),
     "values": (ValueCodec, VALUE_CODECS),
@@ -491,16 +488,14 @@ _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
-    """Add a codec, so that the option ``indices=`` or ``values=`` takes its name in every framework.
-
-    Every rank must register the same ones.
+    """Add a codec, whose name the option ``indices=`` or ``values=`` then takes; call it on every rank.
 
     Args:
         option: "indices" for an :class:`IndexCodec`, "values" for a :class:`ValueCodec`.
-        codec: every message is written and read by it, from several threads.
+        codec: the codec; several threads call it at once.
 
     Raises:
-        ConfigError: another option, a member of the protocol is missing, or name or number are taken or not allowed.
+        ConfigError: another option, a missing member, or a name or number that is taken or not allowed.
     """
     if option not in _KINDS:
         raise ConfigError(f"there are no codecs for the option {option!r}; choose one of {', '.join(_KINDS)}")
@@ -518,7 +513,11 @@ def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
 
 
 class SparseCodec:
-    """Selected entries of one bucket at one density, through an index codec and a value codec."""
+    """Write and read the selected entries of one bucket at one density, with an index codec and a value codec.
+
+    Attributes:
+        max_bytes: bytes of the payload, which hold any k entries.
+    """
 
     def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
         self._bucket = bucket
@@ -526,15 +525,14 @@ class SparseCodec:
         self.indices = INDEX_CODECS[indices]
         self.values = VALUE_CODECS[values]
         self.max_bytes = padded(self.indices.max_bytes(n, k) + self.values.max_bytes(k, len(bucket.sparse))) if k else 0
-        """Payload bytes that hold any k entries."""
 
     def encode(self, positions: np.ndarray, values: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write the payload; returns the values as every receiver will decode them.
+        """Write the payload; return the values as every receiver decodes them.
 
         Args:
             positions: (k,) int64, ascending, unique, below n.
             values: (k,) float32.
-            out: (payload_bytes,) uint8; what is left over is zeroed.
+            out: (max_bytes,) uint8; bytes that are not needed become 0.
         """
         bounds = self._bucket.bounds(positions)
         values_at = self.indices.encode(positions, self._bucket.sparse_size, out)
@@ -542,7 +540,7 @@ class SparseCodec:
         return self.values.decode(out[values_at:], len(values), bounds)[0]
 
     def decode(self, payload: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read a payload: (count,) int64 positions and (count,) values."""
+        """Return (count,) int64 positions and (count,) values of a payload."""
         n = self._bucket.sparse_size
         if not 0 <= count <= n:
             raise WireError(f"the message claims {count} entries in a bucket of {n} elements. It is damaged.")
@@ -552,9 +550,10 @@ class SparseCodec:
 
 
 class SmallCodec:
-    """The small dense tensors of one bucket through a value codec, each as a group; ``max_bytes`` is always used up.
+    """Write and read the small dense tensors of one bucket with a value codec, each as a group.
 
-    S = tensors, N = elements of the space that they lie in, padding between them included.
+    N = elements of their part of the bucket, with the padding between them, which is not sent. A block always takes
+    ``max_bytes``.
     """
 
     def __init__(self, bucket: Bucket, name: str) -> None:
@@ -565,11 +564,11 @@ class SmallCodec:
         self._bounds = np.cumsum([0, *(s.length for s in segments)], dtype=np.int64)
         self.max_bytes = self.values.max_bytes(int(self._bounds[-1]), len(segments))
         lengths = np.diff(self._bounds)
-        # Where each element lies; the padding between tensors is not sent.
+        # Where each element lies.
         self._places = np.repeat(self._starts - self._bounds[:-1], lengths) + np.arange(self._bounds[-1])
 
     def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
-        """Write the block of (N,) float32 ``x``, finite, 0 between tensors; ``left`` becomes ``x - decoded``."""
+        """Write the block of (N,) float32 ``x``, finite, 0 between tensors; set ``left`` to ``x - decoded``."""
         left.fill(0)
         if isinstance(self.values, IntegerValues):
             self.values.write_apart(x, self._starts, self._bounds, out, left)

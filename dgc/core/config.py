@@ -1,4 +1,4 @@
-"""Options: what a user chose, validated, and what follows from it at a step."""
+"""The options that a user chose, checked, and what follows from them in a step."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _SETTLED = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class DGCConfig:
-    """Everything that changes the mathematics or the bytes of an exchange.
+    """Everything that changes the mathematics or the bytes of an exchange; equal on all ranks.
 
-    All ranks must hold equal values; :func:`DGCConfig.describe` is what they compare.
+    tools/write_signatures.py shows users the comments above the fields.
     """
 
     # The share of entries that are held back in a step; a list is walked through during the ramp-up.
@@ -91,11 +91,7 @@ class DGCConfig:
     own: Any = None
 
     def __post_init__(self) -> None:
-        """Normalise sequences to tuples and refuse what is out of range.
-
-        Raises:
-            ConfigError: an option is out of range; the message says what is allowed.
-        """
+        """Turn sequences into tuples; refuse what is out of range with a ConfigError that says what is allowed."""
         set_ = object.__setattr__
         for option in dataclasses.fields(self):
             set_(self, option.name, plain(getattr(self, option.name)))
@@ -126,30 +122,30 @@ class DGCConfig:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
 
     def suited(self, adaptive: bool) -> DGCConfig:
-        """The config for the optimizer that is bound: before an adaptive one ``steps`` chooses a larger density."""
+        """Return the config for the bound optimizer: with an adaptive one, ``steps`` chooses a larger density."""
         if self.steps is None or not adaptive:
             return self
         density = min(ADAPTIVE_CEILING, max(ADAPTIVE_FLOOR, 100 / self.steps))
         return dataclasses.replace(
             self,
-            # More entries at the beginning keep it from staying on a plateau. Measured: see the page on AdamW.
+            # More entries at the beginning keep the training from staying on a plateau: measured, see docs/adamw.md.
             sparsity=(1.0 - 3 * density, 1.0 - density),
             rampup_step=max(1, 2 * self.steps // 5),  # each of the two holds for a fifth of the steps
             momentum_masking=self.momentum_masking is not False,
         )
 
     def least_beta2(self, step: int) -> float:
-        """What the decay of an adaptive optimizer's second moment is raised to in a step; 0 leaves it alone."""
+        """Return the least decay that an adaptive optimizer's second moment may have in a step."""
         return ADAPTIVE_BETA2 if self.steps is not None and step >= 0.3 * self.steps else 0.0
 
     @property
     def masks(self) -> bool:
-        """Whether momentum is masked."""
+        """Whether momentum factor masking is on."""
         return self.steps is None if self.momentum_masking is None else self.momentum_masking
 
     @property
     def is_thin(self) -> bool:
-        """Whether so few entries are sent, for want of ``steps``, that an adaptive optimizer learns far less."""
+        """Whether so few entries are sent that an adaptive optimizer learns far less; ``steps`` would send more."""
         return self.algorithm == "dgc" and self.steps is None and self.sparsity[-1] > 1.0 - ADAPTIVE_FLOOR
 
     def own_share(self, ranks: int) -> float:
@@ -160,8 +156,9 @@ class DGCConfig:
         return 1.0 / ranks if self.op == "sum" else 1.0
 
     def describe(self) -> dict[str, Any]:
-        """Return the options as a mapping of plain values, in a fixed order, for the ranks to compare."""
-        options = {"algorithm": self.algorithm, **dataclasses.asdict(self)}  # on which the other defaults depend
+        """Return the options as plain values, in a fixed order, for the ranks to compare."""
+        # The name comes first: a difference there explains all others.
+        options = {"algorithm": self.algorithm, **dataclasses.asdict(self)}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
 
 
@@ -169,8 +166,8 @@ class DGCConfig:
 class Schedule:
     """Sparsity over the steps.
 
-    Before ``begin`` everything is dense. From then on the list is walked through in ``length`` steps, each entry for
-    an equal part of them, and the last entry stays: ``i = int((step - begin) * len / length)``, clamped to the end.
+    Before ``begin`` everything is dense. From then on, each sparsity of the list holds for an equal part of ``length``
+    steps, and the last one stays: ``i = int((step - begin) * len / length)``, at most ``len - 1``.
 
     Source: Paddle's ``DGCMomentumOptimizer`` (its sparsity, rampup_begin_step, rampup_step).
     """
@@ -180,36 +177,31 @@ class Schedule:
     length: int = 1
 
     def density(self, step: int) -> float:
-        """Share of entries sent at ``step``: 1 before the ramp-up, ``1 - sparsity`` after its begin."""
+        """Return the share of entries that is sent in ``step``; 1 before the ramp-up."""
         if step < self.begin:
             return 1.0
         i = (step - self.begin) * len(self.sparsity) // self.length
         return 1.0 - self.sparsity[min(i, len(self.sparsity) - 1)]
 
     def selects_from(self) -> int | None:
-        """First step in which entries are selected; None where the sparsity is 0 throughout."""
+        """Return the first step in which entries are selected; None if the sparsity is always 0."""
         positive = [i for i, sparsity in enumerate(self.sparsity) if sparsity]
         return self.begin - -positive[0] * self.length // len(self.sparsity) if positive else None
 
     def ramp_end(self) -> int:
-        """First step at which the last sparsity of the list is in force."""
+        """Return the first step in which the last sparsity of the list holds."""
         count = len(self.sparsity)
         return self.begin + -(-(count - 1) * self.length // count)
 
 
 def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
-    """Options of DGC for a training of so many steps, None: the others alone.
+    """Return the options, and for a training of ``steps`` steps the sparsity that suits it.
 
-    Each entry is sent about a hundred times, but the density is at most 1/64 and at least 0.1 %. There is no warm-up
-    of the sparsity, which costs progress at the beginning. :meth:`DGCConfig.suited` says what an adaptive optimizer
-    gets instead.
-
-    Args:
-        steps: of the optimizer, in the whole training.
-        **options: the others that the user gives; masking among them stays.
+    Each entry is sent about a hundred times; the density is at most 1/64 and at least 0.1 %. The sparsity has no
+    warm-up, which costs progress at the beginning. :meth:`DGCConfig.suited` says what an adaptive optimizer gets.
 
     Raises:
-        ConfigError: ``steps`` is no integer from 1 on, or the sparsity is given beside it.
+        ConfigError: ``steps`` is no whole number >= 1, or the sparsity is given as well.
     """
     if steps is None:
         return options
@@ -223,8 +215,7 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
 def entries_to_send(numel: int, density: float) -> int:
     """Return k = max(1, int(n * density)), at most n; 0 for an empty tensor.
 
-    ``1 - 0.999`` is a little above 0.001 in float64 and ``1 - 0.9`` a little below 0.1, so a relative 1e-9 is added
-    before truncating: k is what a reader computes by hand.
+    In float64, ``1 - 0.9`` is a little below 0.1. A relative 1e-9 is added, so that k is what a reader computes.
     """
     if numel == 0:
         return 0
@@ -232,12 +223,12 @@ def entries_to_send(numel: int, density: float) -> int:
 
 
 def is_settled(beta1: float, t: int) -> bool:
-    """Whether :func:`running_mean` gives the same from step ``t`` on."""
+    """Whether :func:`running_mean` no longer changes from step ``t`` on."""
     return beta1**t < _SETTLED
 
 
 def running_mean(beta1: float, t: int) -> tuple[float, float]:
-    """Momentum and gain of step ``t`` (from 1) with which u stays Adam's first moment, its bias corrected.
+    """Return the momentum and gain with which u is Adam's bias-corrected first moment in step ``t``, counted from 1.
 
     ``u <- a*u + (1 - a)*g`` with ``a = beta1 * (1 - beta1**(t-1)) / (1 - beta1**t)`` equals ``m / (1 - beta1**t)``,
     where ``m <- beta1*m + (1 - beta1)*g``.
@@ -247,5 +238,5 @@ def running_mean(beta1: float, t: int) -> tuple[float, float]:
     if is_settled(beta1, t):
         return beta1, 1.0 - beta1
     rest = beta1**t
-    # In step 1 nothing of u is left, which to the core's kernels means a momentum, if only a tiny one.
+    # Step 1 drops u. A momentum of 0 would mean "no momentum buffer" to the kernels, so it is tiny instead.
     return max(beta1 * (1.0 - beta1 ** (t - 1)) / (1.0 - rest), 1e-30), (1.0 - beta1) / (1.0 - rest)

@@ -1,4 +1,4 @@
-"""Which parameter lies where: parameters -> buckets of segments, and a fingerprint that all ranks must share.
+"""Place parameters into buckets of segments, and compute a fingerprint of it that all ranks must share.
 
 Letters: n elements of a bucket's flat space, S segments.
 """
@@ -39,7 +39,7 @@ FLOAT_TYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trainable tensor as the core sees it: no values, only what all ranks must agree on."""
+    """One trainable tensor: what all ranks must agree on, without its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,9 +67,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are exchanged together. The sparsified ones come first in the flat space, the dense ones after.
+    """Parameters that are exchanged together.
 
-    ``size`` elements in all, padding included; positions below ``sparse_size`` belong to sparsified segments.
+    Sparsified tensors come first in the flat space, then small ones, then the other dense ones.
+
+    Attributes:
+        sparse_size: elements of the sparsified tensors, padding included.
+        small_size: elements after these, padding included, of tensors that may be sent coded: float32 tensors that are
+            dense because of their shape or size, and not because a user named them.
+        size: elements of the flat space, padding included.
     """
 
     index: int
@@ -79,8 +85,6 @@ class Bucket:
     sparse_size: int
     size: int
     small_size: int = 0
-    """Elements from ``sparse_size`` on, padding included, of dense tensors that may be sent coded: those of float32
-    that are dense because of their shape or size. The others, which a user named, come after them."""
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -89,7 +93,7 @@ class Bucket:
 
     @cached_property
     def small(self) -> tuple[Segment, ...]:
-        """Dense segments that may be sent coded."""
+        """The dense segments that may be sent coded."""
         return tuple(s for s in self.dense if s.offset < self.sparse_size + self.small_size)
 
     @cached_property
@@ -113,8 +117,7 @@ class Layout:
 
     parameters: tuple[Parameter, ...]
     buckets: tuple[Bucket, ...]
-    places: dict[int, tuple[int, Segment]] = field(repr=False)
-    """parameter index -> (bucket index, segment)"""
+    places: dict[int, tuple[int, Segment]] = field(repr=False)  # parameter index -> (bucket index, segment)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -138,16 +141,16 @@ class Layout:
         return sum(s.length for b in self.buckets for s in b.sparse)
 
     def is_sparsified(self, parameter: int) -> bool:
-        """Whether a parameter is sent sparsified, once sparsification has begun."""
+        """Whether a parameter is sparsified once the ramp-up has begun."""
         bucket, segment = self.places[parameter]
         return segment.offset < self.buckets[bucket].sparse_size
 
     def sparsified(self) -> dict[str, bool]:
-        """Parameter name -> :meth:`is_sparsified`."""
+        """Return parameter name -> :meth:`is_sparsified`."""
         return {p.name: self.is_sparsified(i) for i, p in enumerate(self.parameters)}
 
     def describe(self) -> dict[str, str]:
-        """Parameter name -> shape and type, in registration order, for the ranks to compare."""
+        """Return parameter name -> shape and type, in registration order, for the ranks to compare."""
         return {p.name: f"{tuple(p.shape)} {p.dtype}" for p in self.parameters}
 
 
@@ -169,29 +172,28 @@ def bounds_of(positions: np.ndarray, offsets: np.ndarray, ends: np.ndarray) -> n
 
 
 def sent_dense(parameter: Parameter, config: DGCConfig) -> bool:
-    """Whether a parameter is exchanged dense whatever the step.
+    """Whether a parameter is dense in all steps.
 
-    Those of float64 always are; others that are 1-D, small or excluded, and not included by name.
+    It is if it is float64 or excluded by name; and if it is 1-D or small, unless it is included by name.
     """
-    if parameter.numel == 0 or parameter.dtype == "float64" or _is_named(parameter, config):
+    if parameter.numel == 0 or parameter.dtype == "float64" or _matches(parameter, config.exclude):
         return True
-    if any(fnmatchcase(parameter.name, p) for p in config.include):
+    if _matches(parameter, config.include):
         return False
     return len(parameter.shape) <= 1 or parameter.numel < config.min_numel
 
 
-def _is_named(parameter: Parameter, config: DGCConfig) -> bool:
-    """Whether a user asked for a parameter to be left as it is, by ``exclude``."""
-    return any(fnmatchcase(parameter.name, p) for p in config.exclude)
+def _matches(parameter: Parameter, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(parameter.name, pattern) for pattern in patterns)
 
 
 def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
-    """Place parameters into buckets, in reverse registration order (the order in which gradients arrive).
+    """Place parameters into buckets, in reverse registration order: the order in which gradients arrive.
 
-    float64 parameters get separate buckets, which are dense and whose momentum is float64.
+    float64 parameters get separate buckets, which are dense and have a float64 momentum.
 
     Raises:
-        LayoutError: no parameters, two of one name, a type that is no float, or a tensor of 2**31 elements or more.
+        LayoutError: no parameters, two of one name, a type that is no float, or a tensor with too many elements.
     """
     parameters = tuple(parameters)
     _check(parameters)
@@ -203,7 +205,7 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
         dtype = "float64" if parameter.dtype == "float64" else "float32"
         members, filled, placed = open_group.get(dtype, ([], 0, 0))
         room = _padded(parameter.numel)
-        # What a user asks for counts elements, what fits at all their padding, too.
+        # A user's bucket_bytes counts elements; the limit of a bucket counts padding as well.
         if not members or filled + parameter.numel > capacity or placed + room > MAX_BUCKET_ELEMENTS:
             members, filled, placed = [], 0, 0
             groups.append((dtype, members))
@@ -232,7 +234,7 @@ def _bucket(index: int, dtype: str, members: list[int], parameters: tuple[Parame
     sparse = place([i for i in members if not sent_dense(parameters[i], config)])
     sparse_size = offset
     dense = [i for i in members if sent_dense(parameters[i], config)]
-    exact = {i for i in dense if dtype == "float64" or _is_named(parameters[i], config)}
+    exact = {i for i in dense if dtype == "float64" or _matches(parameters[i], config.exclude)}
     small = place([i for i in dense if i not in exact])
     small_size = offset - sparse_size
     rest = place([i for i in dense if i in exact])

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dgc.core.kernels.base import Array, Kernels
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Layout, Segment
 from dgc.errors import LayoutError, TransportError
 
@@ -34,7 +35,7 @@ class BucketState:
         self._memory = memory = kernels.memory
         self.u = memory.zeros(size, dtype)
         self.v = memory.zeros(sparse_size, dtype)
-        self.thresholds = kernels.new_thresholds(segments)
+        self.thresholds = new_thresholds(segments)
         self.error = np.zeros(small_size, np.float32)
         self.residual_pending = False
 

@@ -16,19 +16,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import DTypeLike
+from typing_extensions import override
 
 from dgc.core.codecs import check_positions, padded
 from dgc.core.config import DGCConfig
 from dgc.core.layout import Bucket
 from dgc.errors import WireError
 
+# Options of every compressor.
 COMMON = (
     "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op "
     "sparse_updates hierarchical"
 ).split()
-"""Options of every compressor."""
+# Options of those with error feedback.
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
-"""Options of those with error feedback."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    offset: int
-    """Where it begins in the bucket's flat space."""
+    offset: int  # where it begins in the bucket's flat space
     n: int
 
     @property
@@ -58,10 +58,8 @@ class BucketSpec:
 
     bucket: Bucket
     tensors: tuple[Tensor, ...]
-    density: float
-    """Share of entries that the schedule allows; 1 for compressors without one."""
-    total: int
-    """Elements of all buckets together."""
+    density: float  # share of entries that the schedule allows; 1 for compressors without one
+    total: int  # elements of all buckets together
 
     @property
     def size(self) -> int:
@@ -76,12 +74,12 @@ class StepInfo:
     step: int
     rank: int
     seed: int
+    # (S, c) float64: memory of the bucket that is part of a checkpoint; NaN before anything was written there.
     thresholds: np.ndarray
-    """(S, c) float64: memory of the bucket that is part of a checkpoint; NaN before anything was written there."""
+    # What :meth:`Algorithm.prepare` returned, the largest of all ranks.
     shared: np.ndarray = field(default_factory=lambda: np.empty(0))
-    """What :meth:`Algorithm.prepare` returned, the largest of all ranks."""
+    # (N,) what this step added to x; only for algorithms with ``needs_increment``.
     increment: np.ndarray | None = None
-    """(N,) what this step added to x; only for algorithms with ``needs_increment``."""
 
     def key(self, tensor: str) -> np.uint64:
         """Key of this rank's random numbers for a tensor in this step."""
@@ -112,27 +110,21 @@ class Algorithm(ABC):
     """
 
     name: ClassVar[str]
+    # In the header of its messages: 1 to 127 are this package's, 128 to 255 anybody's.
     number: ClassVar[int]
-    """In the header of its messages: 1 to 127 are this package's, 128 to 255 anybody's."""
     source: ClassVar[str]
-    bits: ClassVar[str]
-    """Bits on the wire, in words, for the table."""
-    error_feedback: ClassVar[bool]
-    """Whether what a message does not say stays in a residual."""
+    bits: ClassVar[str]  # bits on the wire, in words, for the table
+    error_feedback: ClassVar[bool]  # whether what a message does not say stays in a residual
+    # Whether the expectation of what is decoded is what was encoded; random numbers do that: it has ``seed``.
     unbiased: ClassVar[bool] = False
-    """Whether the expectation of what is decoded is what was encoded; random numbers do that: it has ``seed``."""
+    # Whether messages hold some entries (:class:`SparseValues`); momentum factor masking is for those.
     sends_entries: ClassVar[bool] = False
-    """Whether messages hold some entries (:class:`SparseValues`); momentum factor masking is for those."""
-    scheduled: ClassVar[bool] = False
-    """Whether it has the options ``sparsity`` and ``rampup_step``."""
-    coded: ClassVar[bool] = False
-    """Whether it has the options ``indices`` and ``values``."""
-    needs_increment: ClassVar[bool] = False
-    """Whether :meth:`encode` needs ``info.increment``."""
+    scheduled: ClassVar[bool] = False  # whether it has the options ``sparsity`` and ``rampup_step``
+    coded: ClassVar[bool] = False  # whether it has the options ``indices`` and ``values``
+    needs_increment: ClassVar[bool] = False  # whether :meth:`encode` needs ``info.increment``
+    # Whether :meth:`prepare` has numbers of which all ranks need the largest.
     shares: ClassVar[bool] = False
-    """Whether :meth:`prepare` has numbers of which all ranks need the largest."""
-    Options: ClassVar[Any] = NoOptions
-    """Frozen dataclass of the compressor's own options."""
+    Options: ClassVar[Any] = NoOptions  # frozen dataclass of the compressor's own options
 
     def __init__(self, config: DGCConfig) -> None:
         """Keep the options: ``self.options`` are the compressor's own, ``self.config`` all of them."""
@@ -259,10 +251,12 @@ class PerTensor(Algorithm):
             WireError: the block is damaged.
         """
 
-    def max_bytes(self, spec: BucketSpec) -> int:  # noqa: D102
+    @override
+    def max_bytes(self, spec: BucketSpec) -> int:
         return sum(padded(self.tensor_bytes(t, spec)) for t in spec.tensors)
 
-    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:  # noqa: D102
+    @override
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         count = at = 0
         for tensor in spec.tensors:
             size = self.tensor_bytes(tensor, spec)
@@ -273,7 +267,8 @@ class PerTensor(Algorithm):
             at += padded(size)
         return count, at
 
-    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues | DenseValues:  # noqa: D102
+    @override
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues | DenseValues:
         at, parts = 0, []
         for tensor in spec.tensors:
             size = self.tensor_bytes(tensor, spec)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.core.checks import require_choice, require_integer, require_number
 from dgc.core.codecs import loops
@@ -44,13 +45,13 @@ class Coded(PerTensor):
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
         """The (n,) float32 that scales and codes stand for."""
 
-    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
+    @override
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:
         bits = self.code_bits()
         return 4 * self.scales(tensor) + (-(-tensor.n * bits // 8) if bits else -(-tensor.n // 5))
 
-    def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
-    ) -> int:
+    @override
+    def encode_tensor(self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo) -> int:
         scales, codes = self.quantise(x, tensor, spec, info)
         block, bits = out[put(out, 0, scales) :], self.code_bits()
         if bits:
@@ -59,7 +60,8 @@ class Coded(PerTensor):
             loops.pack_trits(codes, block)
         return tensor.n
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:  # noqa: D102
+    @override
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:
         bits, codes = self.code_bits(), np.empty(tensor.n, np.uint8)
         scales = take_scales(data, 0, self.scales(tensor), signed=self.signed)
         block = data[scales.nbytes :]
@@ -105,13 +107,16 @@ class Onebit(Coded):
     signed = True
     Options = OnebitOptions
 
-    def scales(self, tensor: Tensor) -> int:  # noqa: D102
+    @override
+    def scales(self, tensor: Tensor) -> int:
         return 2 * self._shape(tensor)[1]
 
-    def code_bits(self) -> int:  # noqa: D102
+    @override
+    def code_bits(self) -> int:
         return 1
 
-    def quantise(  # noqa: D102
+    @override
+    def quantise(
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
         shape = self._shape(tensor)
@@ -120,7 +125,8 @@ class Onebit(Coded):
         np.nan_to_num(means, copy=False)  # a mean beyond float32 becomes its largest number
         return means, signs
 
-    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
+    @override
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
         out = np.empty(self._shape(tensor), np.float32)
         loops.spread_means(codes, scales.reshape(2, -1), out)
         return out.reshape(-1)
@@ -176,10 +182,12 @@ class Qsgd(Coded):
     def _levels(self) -> int:
         return (1 << self.options.bits - 1) - 1
 
-    def scales(self, tensor: Tensor) -> int:  # noqa: D102
+    @override
+    def scales(self, tensor: Tensor) -> int:
         return -(-tensor.n // self.options.bucket_size)
 
-    def quantise(  # noqa: D102
+    @override
+    def quantise(
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
         group = self.options.bucket_size
@@ -191,15 +199,16 @@ class Qsgd(Coded):
         loops.round_signed(x, norms, group, np.inf, self._levels, info.key(tensor.name), codes)
         return norms, codes
 
-    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
+    @override
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
         out = np.empty(codes.size, np.float32)
         if not loops.scale_signed(codes, scales, self.options.bucket_size, self._levels, out):
             raise WireError("a level is beyond the largest; the message is damaged")
         return out
 
 
+# A deviation below this share of the largest magnitude is rounding; clipping to it would send nothing.
 CONSTANT = 1e-9
-"""A deviation below this share of the largest magnitude is rounding; clipping to it would send nothing."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +248,8 @@ class Terngrad(Coded):
         super().__init__(config)
         self._limits: dict[str, float] = {}
 
-    def code_bits(self) -> int:  # noqa: D102
+    @override
+    def code_bits(self) -> int:
         return 0
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
@@ -248,7 +258,8 @@ class Terngrad(Coded):
         self._limits.update({name: limit for name, (_, limit) in found.items()})
         return np.array([min(each) for each in found.values()])
 
-    def quantise(  # noqa: D102
+    @override
+    def quantise(
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
         limit = self._limits.pop(tensor.name, None)
@@ -259,7 +270,8 @@ class Terngrad(Coded):
         loops.round_signed(x, scales, tensor.n, limit, 1, info.key(tensor.name), codes)
         return scales, codes
 
-    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
+    @override
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
         out = np.empty(tensor.n, np.float32)
         loops.scale_signed(codes, scales, tensor.n, 1, out)
         return out
@@ -311,7 +323,8 @@ class Dorefa(Coded):
     def _levels(self) -> int:
         return (1 << self.options.bits) - 1
 
-    def quantise(  # noqa: D102
+    @override
+    def quantise(
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
         scale = as_scale(float(np.abs(x).max(initial=0.0)))
@@ -319,7 +332,8 @@ class Dorefa(Coded):
         loops.round_span(x, float(scale), self._levels, info.key(tensor.name), codes)
         return np.array([scale], np.float32), codes
 
-    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:  # noqa: D102
+    @override
+    def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
         out = np.empty(tensor.n, np.float32)
         loops.scale_span(codes, scales[0], self._levels, out)
         return out

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.core.checks import require_choice, require_integer, require_number
 from dgc.core.codecs import SPARSE_ID, SparseCodec, check_positions
@@ -26,8 +27,7 @@ from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.kernels.reference import top_k
 from dgc.errors import WireError
 
-SAMPLE = 100_000
-"""Entries that a global threshold is estimated from, about."""
+SAMPLE = 100_000  # entries that a global threshold is estimated from, about
 
 
 class _Selection(Algorithm):
@@ -92,7 +92,8 @@ class DGC(_Selection):
         return {}
 
     @classmethod
-    def is_plain_selection(cls, config: DGCConfig) -> bool:  # noqa: D102
+    @override
+    def is_plain_selection(cls, config: DGCConfig) -> bool:
         return True
 
 
@@ -137,14 +138,17 @@ class Topk(_Selection):
         self._next: float | None = None
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:  # noqa: D102
+    @override
+    def defaults(cls) -> dict[str, Any]:
         return {**super().defaults(), "sparsity": 0.99}
 
     @classmethod
-    def is_plain_selection(cls, config: DGCConfig) -> bool:  # noqa: D102
+    @override
+    def is_plain_selection(cls, config: DGCConfig) -> bool:
         return bool(config.own.threshold == "tensor")
 
-    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+    @override
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
         if self.options.threshold == "tensor":
             return super().max_counts(spec)
         # Rounded up for each tensor, so that their sum, which is what counts, is at least the bucket's share.
@@ -222,21 +226,26 @@ class Strom(Algorithm):
     sends_entries = True
     Options = StromOptions
 
-    def has_room_for_all(self, spec: BucketSpec) -> bool:  # noqa: D102
+    @override
+    def has_room_for_all(self, spec: BucketSpec) -> bool:
         return bool(self.options.max_density == 1.0)
 
-    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+    @override
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
         return tuple(entries_to_send(t.n, self.options.max_density) for t in spec.tensors)
 
-    def max_bytes(self, spec: BucketSpec) -> int:  # noqa: D102
+    @override
+    def max_bytes(self, spec: BucketSpec) -> int:
         return 4 * sum(self.max_counts(spec))
 
-    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:  # noqa: D102
+    @override
+    def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
         positions = _beyond(np.float32(self.options.threshold), x, sum(self.max_counts(spec)))
         words = (positions.astype(np.uint32) << np.uint32(1)) | (x[positions] > 0)
         return positions.size, put(out, 0, words.astype("<u4"))
 
-    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues:  # noqa: D102
+    @override
+    def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues:
         words = take(data, 0, count, "<u4")
         positions = (words >> 1).astype(np.int64)
         check_positions(positions, spec.size, self.name)
@@ -245,8 +254,7 @@ class Strom(Algorithm):
         return SparseValues(positions, np.where(words & 1, threshold, -threshold))
 
 
-_DRYDEN_HEAD = 12
-"""Bytes before the words: the two means and the number of entries."""
+_DRYDEN_HEAD = 12  # bytes before the words: the two means and the number of entries
 
 
 class Dryden(PerTensor):
@@ -272,18 +280,20 @@ class Dryden(PerTensor):
     scheduled = True
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:  # noqa: D102
+    @override
+    def defaults(cls) -> dict[str, Any]:
         return {**super().defaults(), "sparsity": 1 - 1 / 64}
 
-    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+    @override
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
         return tuple(_most(t.n, spec.density) for t in spec.tensors)
 
-    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
+    @override
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:
         return _DRYDEN_HEAD + 4 * _most(tensor.n, spec.density)
 
-    def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
-    ) -> int:
+    @override
+    def encode_tensor(self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo) -> int:
         chosen, means = [], []
         for side in (np.flatnonzero(x > 0), np.flatnonzero(x < 0)):
             values = x[side]
@@ -297,7 +307,8 @@ class Dryden(PerTensor):
         put(out, _DRYDEN_HEAD, np.sort(np.concatenate(words)).astype("<u4"))
         return int(words[0].size + words[1].size)
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
+    @override
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:
         means = take(data, 0, 2, "<f4")
         if not np.isfinite(means).all():
             raise WireError("a mean is not finite; the message is damaged")
@@ -310,13 +321,11 @@ def _most(n: int, density: float) -> int:
     return min(n, int(n * density * (1 + 1e-9)) + 2)
 
 
-_ADACOMP_HEAD = 8
-"""Bytes before the units: scale and number of units."""
-_SHORT = 64
-"""Bins below this many elements take 8 bits an entry, longer ones 16."""
+_ADACOMP_HEAD = 8  # bytes before the units: scale and number of units
+_SHORT = 64  # bins below this many elements take 8 bits an entry, longer ones 16
 
+# A prime, so that the bin that is served first wanders over all bins from step to step.
 _STRIDE = 65537
-"""A prime, so that the bin that is served first wanders over all bins from step to step."""
 
 
 @dataclass(frozen=True)
@@ -364,15 +373,16 @@ class Adacomp(PerTensor):
     Options = AdacompOptions
     options: AdacompOptions
 
-    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:  # noqa: D102
+    @override
+    def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
         return tuple(min(t.n, self._units(t)) for t in spec.tensors)
 
-    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:  # noqa: D102
+    @override
+    def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:
         return _ADACOMP_HEAD + self._units(tensor) * (1 if self._bin(tensor) < _SHORT else 2)
 
-    def encode_tensor(  # noqa: D102
-        self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
-    ) -> int:
+    @override
+    def encode_tensor(self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo) -> int:
         assert info.increment is not None
         length, bins = self._bin(tensor), self._bins(tensor)
         g = np.zeros(bins * length, x.dtype)
@@ -395,7 +405,8 @@ class Adacomp(PerTensor):
         put(out, _ADACOMP_HEAD, units)
         return rows.size
 
-    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:  # noqa: D102
+    @override
+    def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:
         length = self._bin(tensor)
         dtype, bits = _unit(length)
         scale = take_scales(data, 0, 1)[0]

@@ -9,6 +9,7 @@ import numpy as np
 
 from dgc.core.kernels.base import Kernels, SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.errors import ConfigError
 
 logger = logging.getLogger("dgc")
@@ -57,7 +58,7 @@ def _try_out(kernels: Kernels) -> None:
         for array in (gradient, u, v):
             memory.copy_in(array, values)
         work = [SegmentWork(gradient, None, 0, n, k=50, momentum=0.9)]
-        chosen = each.accumulate_and_select(work, u, v, each.new_thresholds(1))
+        chosen = each.accumulate_and_select(work, u, v, new_thresholds(1))
         outcomes.append((memory.to_host(u), memory.to_host(v), chosen.positions))
     if not all(np.array_equal(ours, theirs) for ours, theirs in zip(*outcomes, strict=True)):
         raise ArithmeticError("a step gave another result than the reference")

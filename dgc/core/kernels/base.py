@@ -1,7 +1,7 @@
-"""What the exchange asks of a backend: one protocol, implemented by ``reference`` (NumPy), ``cpu`` and ``device``.
+"""The operations of a backend, which ``reference`` (NumPy), ``cpu`` and ``device`` implement.
 
 Letters: n elements of a bucket's flat space, S sparsified segments, k entries sent.
-All arrays handed to one call live on the same device. u and v are float32; u of a float64 bucket, which is dense, is
+All arrays of one call are on the same device. u and v are float32; the u of a float64 bucket, which is dense, is
 float64.
 """
 
@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dgc.core.kernels.threshold import COLUMNS, new_thresholds
+from dgc.core.kernels.threshold import COLUMNS
 from dgc.core.layout import FLOAT_TYPES, MAX_BUCKET_ELEMENTS, SMALL, bounds_of
 from dgc.errors import LayoutError
 
+# An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host.
 Array: TypeAlias = Any
-"""An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host."""
 
 # Element types as the kernels number them.
 TYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_TYPES.values())}
@@ -31,12 +31,17 @@ TYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_TYPES.values())}
 class SegmentWork:
     """One tensor's part in a pass over a bucket.
 
-    ``gradient`` is (length,) in any float type, contiguous, read only; bfloat16 also as its bits, uint16.
-    ``parameter`` is the same when weight decay is on, else None. The gradient that enters is
-    ``G = gradient * scale + weight_decay * parameter``; entries of G that are not finite count as 0. ``scale`` holds
-    1 / loss scale and the clipping factor. ``k`` is how many entries to send.
-    Of a tensor that is sent dense, ``place`` is (length,), its part of the vector on the host; ``result`` is (length,)
-    of u's type, and ``limit`` the largest magnitude that the result may have.
+    What enters u and v is ``G = gradient * scale + weight_decay * parameter``; entries of G that are not finite count
+    as 0.
+
+    Attributes:
+        gradient: (length,) in any float type, contiguous, read only; bfloat16 also as its bits, uint16.
+        parameter: the same, if weight decay is on; else None.
+        k: how many entries to send.
+        scale: 1 / loss scale, times the clipping factor.
+        place: of a tensor that is sent dense: (length,), its part of the vector on the host.
+        result: of such a tensor: (length,) of u's type.
+        limit: the largest magnitude that the result may have.
     """
 
     gradient: Array = None
@@ -68,9 +73,11 @@ class MomentumRule:
 
 @dataclass(slots=True)
 class Selection:
-    """What to send: (k,) int64 bucket-flat positions, ascending and unique, and v there, (k,) of its type.
+    """What to send, and whether an entry was not finite.
 
-    ``nonfinite`` says whether a non-finite entry was met.
+    Attributes:
+        positions: (k,) int64 in the bucket, ascending and unique.
+        values: (k,) v at these positions, in its type.
     """
 
     positions: np.ndarray
@@ -88,7 +95,7 @@ def is_finite(values: np.ndarray) -> bool:
 
 
 def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
-    """Refuse what a pass over a bucket cannot work on."""
+    """Refuse arrays that a pass over a bucket cannot work on."""
     if v.dtype != np.float32 or u.dtype != np.float32:
         raise LayoutError(f"u is {u.dtype} and v is {v.dtype}; both must be float32")
     if u.ndim != 1 or v.ndim != 1 or not u.flags.c_contiguous or not v.flags.c_contiguous or u.size < v.size:
@@ -106,7 +113,7 @@ def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.n
 
 
 def check_taken(positions: np.ndarray, decoded: np.ndarray, size: int) -> None:
-    """Refuse ascending positions beyond ``size`` elements, whose ends tell that, or without a decoded value each."""
+    """Refuse ascending positions beyond ``size`` elements, or without a decoded value for each."""
     if positions.size and not (0 <= positions[0] and positions[-1] < size):
         raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
     if decoded.shape != positions.shape:
@@ -114,7 +121,7 @@ def check_taken(positions: np.ndarray, decoded: np.ndarray, size: int) -> None:
 
 
 def type_code(array: Array, length: int, what: str) -> int:
-    """Return the code of an array's type, once it is known to be what a kernel may read at its address."""
+    """Check that a kernel may read an array at its address; return the code of its type."""
     if array.ndim != 1 or array.shape[0] != length:
         raise LayoutError(f"the {what} has shape {array.shape}; expected ({length},)")
     if not (array.flags.c_contiguous and getattr(array.flags, "aligned", True)):  # CuPy's are always aligned
@@ -134,14 +141,14 @@ def bounds_in_results(results: Sequence[Array], offsets: np.ndarray, positions: 
 
 
 class Memory:
-    """The memory that a backend's arrays are in: here the host's, NumPy arrays. n elements."""
+    """The memory of a backend's arrays: here the host's, as NumPy arrays. n elements."""
 
     def zeros(self, n: int, dtype: DTypeLike) -> Array:
         """Return an array of zeros, (n,), that the kernels work on."""
         return np.zeros(n, dtype)
 
     def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
-        """Return host memory for what is sent, (n,), not initialised; page-locked where that helps."""
+        """Return (n,) host memory for messages, not initialised; a device's backend returns page-locked memory."""
         return np.empty(n, dtype)
 
     def to_host(self, array: Array) -> np.ndarray:
@@ -154,37 +161,36 @@ class Memory:
         array[...] = values
 
     def copy(self, array: Array, source: Array) -> None:
-        """Overwrite an array, (n,), with another of its type, in the order of the kernels' work."""
+        """Overwrite an array, (n,), with another of its type, after all work that was enqueued before."""
         array[...] = source
 
     def fill(self, array: Array, value: float) -> None:
-        """Overwrite an array with one value, in the order of the kernels' work."""
+        """Overwrite an array with one value, after all work that was enqueued before."""
         array.fill(value)
 
     def sum_of_squares(self, array: Array) -> float:
         """Return the sum of squares, added in float64. Waits."""
-        # Without a copy of the array in float64, in which nothing overflows.
+        # einsum needs no float64 copy of the array.
         return float(np.einsum("i,i->", array, array, dtype=np.float64))
 
 
 class Kernels(abc.ABC):
-    """The operations of size n, and those at the k selected places.
+    """The operations on n elements and on k selected positions.
 
-    An implementation may be called from several threads at once, each with buckets of its own.
+    Several threads may call an implementation at once, each with other buckets.
     """
 
     name: str
-    memory = Memory()
-    """Of the arrays that the operations work on."""
+    memory = Memory()  # of the arrays that the operations work on
 
     @property
     def on_device(self) -> bool:
-        """Whether that is the memory of a GPU: then it is a :class:`~dgc.core.kernels.device.DeviceKernels`."""
+        """Whether the arrays are on a GPU: then this is a :class:`~dgc.core.kernels.device.DeviceKernels`."""
         return False
 
     @property
     def overlaps(self) -> bool:
-        """Whether anything is done between :meth:`begin_selection` and the call of what it returns."""
+        """Whether :meth:`begin_selection` lets others work before its result is called."""
         return False
 
     def for_exchange(self) -> Kernels:
@@ -195,21 +201,14 @@ class Kernels(abc.ABC):
         """Prepare the calling thread, once, for the operations of an exchange."""
 
     def wait_for(self, event: int) -> None:  # noqa: B027
-        """Let what comes next on a device wait for another stream's event, given as its handle."""
+        """Let the device's next work wait for another stream's event, given by its handle."""
 
     def wait(self) -> None:  # noqa: B027
         """Wait until everything enqueued so far has run."""
 
     def describe(self) -> str:
-        """One line for a log: what runs, and on how many threads."""
+        """Return a line for a log: what runs, and on how many threads."""
         return self.name
-
-    def new_thresholds(self, segments: int) -> np.ndarray:
-        """Return a fresh (segments, c) float64 array: what the selection remembers from step to step.
-
-        It is part of a checkpoint; NaN rows mean "cold".
-        """
-        return new_thresholds(segments)
 
     @abc.abstractmethod
     def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
@@ -219,15 +218,17 @@ class Kernels(abc.ABC):
     def begin_selection(
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
-        """:meth:`accumulate_and_select` by other threads, while this one does something else.
+        """Let other threads begin with :meth:`accumulate_and_select`, or with :meth:`accumulate` without thresholds.
 
-        What comes back finishes it and returns what was selected: nothing where ``thresholds`` is None. It must be
-        called once, whatever happens, before anything of the state is read; none of the arguments may be changed until
-        then. If memory cannot be allocated, it raises before u and v have changed.
+        If memory cannot be allocated, this raises before u and v have changed.
+
+        Returns:
+            A function that finishes the work and returns what was selected. It must be called once, whatever happens,
+            before the state is read. Until then, no argument may change.
         """
 
     def accumulate(self, work: Sequence[SegmentWork], u: Array, v: Array) -> bool:
-        """Momentum correction, in place; returns whether a non-finite entry was met.
+        """Add gradients to u and v with momentum correction; return whether an entry was not finite.
 
         ``u <- m*u + G``; then ``v <- v + u``, with Nesterov ``v <- v + G + m*u``. With m = 0, u is neither read nor
         written and ``v <- v + G``. Source: arXiv 1712.01887, Algorithm 4; u is the velocity in both forms.
@@ -237,34 +238,37 @@ class Kernels(abc.ABC):
     def accumulate_and_select(
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
     ) -> Selection:
-        """:meth:`accumulate`, and for each segment the positions of the (at most) k largest non-zero ``|v|``.
+        """Call :meth:`accumulate`, and select each segment's k largest non-zero ``|v|``, or all if there are fewer.
 
-        Ties go to the lower position. ``thresholds`` (S, c) is read and updated.
+        Of equal magnitudes, lower positions go first. ``thresholds`` (S, c) is read and updated.
         """
         return self.begin_selection(work, u, v, thresholds)()
 
     @abc.abstractmethod
     def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
-        """``v[positions] -= decoded`` and, with masking, ``u[positions] = 0``."""
+        """Subtract ``decoded`` from v at the positions and, with masking, set u to 0 there."""
 
     @abc.abstractmethod
     def set_entries(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
-        """Make the results these values, and zeros elsewhere; result s holds ``offsets[s]`` to ``offsets[s + 1]``.
+        """Set results to the values at the positions, and to 0 elsewhere.
 
         Args:
-            results: S arrays, each 1-D, in place; they may be shorter than their span (padding is never selected).
-            offsets: (S + 1,) int64.
+            results: S arrays, (n,) each; they may be shorter than their part of the bucket, which has padding.
+            offsets: (S + 1,) int64; result s holds the positions from ``offsets[s]`` on.
             positions: (k,) int64, ascending and unique.
             values: (k,) float.
+
+        Raises:
+            WireError: a position lies in the padding.
         """
 
     @abc.abstractmethod
     def dense_update(
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
-        """Momentum SGD on an averaged gradient: what the optimizer's own momentum would have done."""
+        """Apply momentum SGD to an averaged gradient, as the optimizer's own momentum would have."""
 
     # -- what is sent dense: the host's way, with ``dense_update`` ---------------------------------------------------
 

@@ -25,8 +25,8 @@ from llvmlite import binding
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Of all that is compiled: no pointer to a C function of each kernel, which nobody takes and which costs time.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-"""Of all that is compiled: no pointer to a C function of each kernel, which nobody takes and which costs time."""
 
 
 @cache
@@ -97,11 +97,10 @@ def _is_private(folder: Path, *, may_be_sticky: bool) -> bool:
 
 logger = logging.getLogger("dgc")
 
+# Seconds that a process waits for another one to compile, before it compiles as well.
 PATIENCE = 120.0
-"""Seconds that a process waits for another one to compile, before it compiles as well."""
 
-_POLL = 0.05
-"""Seconds between two looks at a lock."""
+_POLL = 0.05  # seconds between two looks at a lock
 
 
 class BusyError(Exception):

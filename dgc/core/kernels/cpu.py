@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numba
 import numpy as np
 from numba import carray, types
+from typing_extensions import override
 
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import (
@@ -46,11 +47,9 @@ from dgc.core.kernels.sweep import (
 from dgc.core.kernels.threads import Team, default_threads
 from dgc.errors import LayoutError
 
-ALONE = 65536
-"""Elements below which waking other threads costs more than it saves."""
+ALONE = 65536  # elements below which waking other threads costs more than it saves
 
-PLACE = 32
-"""A selected place takes as long as this many elements in a row: it misses the cache."""
+PLACE = 32  # A selected place takes as long as this many elements in a row: it misses the cache
 
 
 class NumbaKernels(Kernels):
@@ -74,7 +73,8 @@ class NumbaKernels(Kernels):
         """One line for a log: what runs, and on how many threads."""
         return f"numba {numba.__version__}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
-    def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
+    @override
+    def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
         table = np.array([(*place_of(g, g.size, "gradient"), g.size) for g in gradients], np.int64).reshape(-1, 3)
         firsts = np.zeros(len(table) + 1, np.int64)
         np.cumsum(-(-table[:, 2] // TILE), out=firsts[1:])
@@ -87,10 +87,12 @@ class NumbaKernels(Kernels):
             return np.array([partial[first:stop].sum() for first, stop in itertools.pairwise(firsts)])
 
     @property
-    def overlaps(self) -> bool:  # noqa: D102
+    @override
+    def overlaps(self) -> bool:
         return self.threads > 1
 
-    def begin_selection(  # noqa: D102
+    @override
+    def begin_selection(
         self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
         check_work(work, u, v, thresholds)
@@ -121,12 +123,14 @@ class NumbaKernels(Kernels):
 
         return finish
 
-    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+    @override
+    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
         check_taken(positions, decoded, min(u.size, v.size))
         decoded, k = np.ascontiguousarray(decoded, v.dtype), positions.size
         self._team.run(self._threads_for(PLACE * k), mask_places, -(-k // PART), u, v, positions, decoded, masking)
 
-    def set_entries(  # noqa: D102
+    @override
+    def set_entries(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
         for s, result in enumerate(results):
@@ -143,7 +147,8 @@ class NumbaKernels(Kernels):
             np.ascontiguousarray(values, np.float32),
         )  # fmt: skip
 
-    def dense_update(  # noqa: D102
+    @override
+    def dense_update(
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
         n = result.size
@@ -172,11 +177,11 @@ class NumbaKernels(Kernels):
 
 # -- dense work: sums of squares for clipping, and momentum SGD on an averaged gradient --------------------------------
 
+# Elements of an update's piece, and of one partial sum: fixed, so that sums do not depend on the number of threads.
 TILE = 32768
-"""Elements of an update's piece, and of one partial sum: fixed, so that sums do not depend on the number of threads."""
 
+# Interleaved sums within a tile; fixed, so that a sum does not depend on the width of the machine's vectors.
 SUM_LANES = 64
-"""Interleaved sums within a tile; fixed, so that a sum does not depend on the width of the machine's vectors."""
 
 
 @helper
@@ -271,11 +276,10 @@ def update_tiles(worker, progress, tiles, result, mean, u, address, code, moment
 
 # -- the k selected places: positions are ascending and unique, so threads that take disjoint parts never meet ---------
 
-PART = 4096
-"""Entries that a thread takes at a time."""
+PART = 4096  # entries that a thread takes at a time
 
+# Entries between the one that is worked on and the one whose places in u and v are asked for.
 SOON = 16
-"""Entries between the one that is worked on and the one whose places in u and v are asked for."""
 
 
 @entry
@@ -315,11 +319,9 @@ def fill_results(worker, progress, count, table, offsets, bounds, positions, val
 
 # -- entries of all ranks added up: whatever backend works on the tensors, messages arrive on the host -----------------
 
-BLOCK = 1 << 15
-"""Positions that are added up at a time: their sums stay in the cache."""
+BLOCK = 1 << 15  # positions that are added up at a time: their sums stay in the cache
 
-WORD = 64
-"""Positions whose presence one integer holds."""
+WORD = 64  # positions whose presence one integer holds
 
 
 def add_up(entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> tuple[np.ndarray, np.ndarray]:

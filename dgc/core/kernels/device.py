@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
+from typing_extensions import override
 
 from dgc.core.kernels.base import (
     Array,
@@ -30,15 +31,15 @@ from dgc.core.kernels.base import (
     check_work,
     type_code,
 )
+from dgc.core.kernels.threshold import new_thresholds
 
 if TYPE_CHECKING:
     from dgc.core.kernels.sweep import Choice
 
+# Candidates that are copied at once: this multiple of those of the step before, and some. A second copy is a second
+# wait.
 MORE, FEW = 1.25, 256
-"""Candidates that are copied at once: this multiple of those of the step before, and some. A second copy is a second
-wait."""
-SQUARED_AT_ONCE = 1 << 22
-"""Elements whose squares are added up together, from a copy in float64."""
+SQUARED_AT_ONCE = 1 << 22  # elements whose squares are added up together, from a copy in float64
 _ALIGNMENT = 16  # of what is copied together, and of tensors in a bucket
 
 
@@ -50,15 +51,15 @@ _ALIGNMENT = 16  # of what is copied together, and of tensors in a bucket
 # Sums and products are rounded one by one, as on the CPU (``--fmad=false``). CuPy always adds ``-ftz=true``: numbers
 # below 1.2e-38 in magnitude count as 0.
 
+# A tensor in a pass: addresses, its place in the flat space, the options of its momentum SGD, and a limit: the least
+# magnitude of a candidate, of which ``most`` are kept, or the largest that a result may have. ``form``: 0 no momentum,
+# 1 heavy ball, 2 Nesterov.
 ROW = np.dtype(
     [(n, "u8") for n in ("gradient", "parameter", "result")]
     + [(n, "i8") for n in ("start", "length")]
     + [(n, "f8") for n in ("momentum", "decay", "scale", "limit")]
     + [(n, "i4") for n in ("gradient_kind", "parameter_kind", "form", "most")]
 )
-"""A tensor in a pass: addresses, its place in the flat space, the options of its momentum SGD, and a limit: the least
-magnitude of a candidate, of which ``most`` are kept, or the largest that a result may have. ``form``: 0 no momentum, 1
-heavy ball, 2 Nesterov."""
 
 OPTIONS = ("--fmad=false",)
 
@@ -270,17 +271,21 @@ class DeviceMemory(Memory):
     def __init__(self, device: Device, sums_of_squares: Callable[[Sequence[Array]], np.ndarray]) -> None:
         self._device, self._sums_of_squares = device, sums_of_squares
 
-    def zeros(self, n: int, dtype: DTypeLike) -> Array:  # noqa: D102
+    @override
+    def zeros(self, n: int, dtype: DTypeLike) -> Array:
         with self._device:
             return self._device.xp.zeros(n, dtype)
 
-    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
+    @override
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
         return self._device.host_array(n, dtype)
 
-    def to_host(self, array: Array) -> np.ndarray:  # noqa: D102
+    @override
+    def to_host(self, array: Array) -> np.ndarray:
         return self._device.host_of(array).copy()
 
-    def copy_in(self, array: Array, values: np.ndarray) -> None:  # noqa: D102
+    @override
+    def copy_in(self, array: Array, values: np.ndarray) -> None:
         if values.shape != array.shape:
             raise ValueError(f"{values.shape} values for an array of {array.size} elements")
         host = self._device.host_array(array.size, array.dtype)
@@ -288,15 +293,18 @@ class DeviceMemory(Memory):
         self._device.upload(array, host)
         self._device.record().synchronize()
 
-    def copy(self, array: Array, source: Array) -> None:  # noqa: D102
+    @override
+    def copy(self, array: Array, source: Array) -> None:
         with self._device:
             array[...] = source
 
-    def fill(self, array: Array, value: float) -> None:  # noqa: D102
+    @override
+    def fill(self, array: Array, value: float) -> None:
         with self._device:
             array.fill(value)
 
-    def sum_of_squares(self, array: Array) -> float:  # noqa: D102
+    @override
+    def sum_of_squares(self, array: Array) -> float:
         return float(self._sums_of_squares([array])[0])
 
 
@@ -329,15 +337,18 @@ class DeviceKernels(Kernels):
         self._owners: dict[Any, tuple[Array, int]] = {}  # by the tensors' places: see :meth:`_where`
         self._expected: dict[int, int] = {}  # by the id of v: how many candidates are copied at once
 
-    def for_exchange(self) -> DeviceKernels:  # noqa: D102
+    @override
+    def for_exchange(self) -> DeviceKernels:
         kernels = copy.copy(self)
         kernels._forget()
         return kernels
 
-    def adopt_thread(self) -> None:  # noqa: D102
+    @override
+    def adopt_thread(self) -> None:
         self.device.adopt_thread()
 
-    def wait_for(self, event: int) -> None:  # noqa: D102
+    @override
+    def wait_for(self, event: int) -> None:
         self.device.wait_for(event)
 
     def wait(self) -> None:  # noqa: D102
@@ -352,7 +363,7 @@ class DeviceKernels(Kernels):
         n = 8192
         u, v, g, r = (self.memory.zeros(n, kind) for _ in range(4))
         self.memory.copy_in(g, np.ones(n, kind))
-        thresholds, vector = self.new_thresholds(1), self.device.host_array(n, kind)
+        thresholds, vector = new_thresholds(1), self.device.host_array(n, kind)
         if kind == np.float32:
             work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
             for _ in range(2):  # without a threshold, and with one
@@ -436,14 +447,16 @@ class DeviceKernels(Kernels):
 
         return finish
 
-    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+    @override
+    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
         check_taken(positions, decoded, min(u.size, v.size))
         if positions.size:
             with self._lock, self.device:
                 at, sent = self.device.send(positions, decoded.astype(v.dtype, copy=False))
                 self._texts["take_out"](at, sent, bool(masking), u, v)
 
-    def set_entries(  # noqa: D102
+    @override
+    def set_entries(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
         bounds_in_results(results, offsets, positions)
@@ -501,7 +514,8 @@ class DeviceKernels(Kernels):
                 self._texts["check"](*self._where(table, stop)[0], written[0].result, met, size=stop)
             return bool(self.device.host_of(met)[1])
 
-    def dense_update(  # noqa: D102
+    @override
+    def dense_update(
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
         options = (rule.momentum, rule.nesterov, rule.weight_decay, rule.scale)

@@ -10,12 +10,13 @@ from typing import Any
 import cupy
 import numpy as np
 from numpy.typing import DTypeLike
+from typing_extensions import override
 
 from dgc.core.kernels.base import Array
 from dgc.core.kernels.device import Device, DeviceKernels
 
+# Of a stream; CUDA takes the highest that there is. Its kernels are short, and what waits for them is the network.
 HIGHEST_PRIORITY = -100
-"""Of a stream; CUDA takes the highest that there is. Its kernels are short, and what waits for them is the network."""
 
 
 def device_count() -> int:
@@ -93,17 +94,20 @@ class CupyDevice(Device):
     def _memory(self) -> list[AbstractContextManager[None]]:
         return [] if self._malloc is cupy.cuda.alloc else [cupy.cuda.using_allocator(self._malloc)]
 
-    def adopt_thread(self) -> None:  # noqa: D102
+    @override
+    def adopt_thread(self) -> None:
         self._current.adopt_thread()
 
-    def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:  # noqa: D102
+    @override
+    def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:
         self.record().synchronize()  # nothing of the other pool is in use
         pool = cupy.cuda.PythonFunctionAllocator(
             lambda nbytes, _: allocate(max(1, nbytes), self.stream), lambda address, _: free(address)
         )
         self._malloc = pool.malloc
 
-    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:  # noqa: D102
+    @override
+    def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
         nbytes = n * np.dtype(dtype).itemsize
         if nbytes == 0:
             return np.empty(0, dtype)
@@ -111,17 +115,20 @@ class CupyDevice(Device):
             memory = cupy.cuda.alloc_pinned_memory(nbytes)
         return np.frombuffer(memory, np.uint8, nbytes).view(dtype)
 
-    def view(self, address: int, n: int, dtype: DTypeLike, owner: object) -> Array:  # noqa: D102
+    @override
+    def view(self, address: int, n: int, dtype: DTypeLike, owner: object) -> Array:
         if n == 0:
             with self:
                 return cupy.empty(0, dtype)
         memory = cupy.cuda.UnownedMemory(address, n * np.dtype(dtype).itemsize, owner, self.number)
         return cupy.ndarray((n,), dtype, cupy.cuda.MemoryPointer(memory, 0))
 
-    def upload(self, array: Array, host: np.ndarray) -> None:  # noqa: D102
+    @override
+    def upload(self, array: Array, host: np.ndarray) -> None:
         self._copy(array.data.ptr, host.ctypes.data, host.nbytes, cupy.cuda.runtime.memcpyHostToDevice)
 
-    def fetch(self, array: Array, host: np.ndarray) -> None:  # noqa: D102
+    @override
+    def fetch(self, array: Array, host: np.ndarray) -> None:
         self._copy(host.ctypes.data, array.data.ptr, host.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
 
     def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
@@ -129,18 +136,21 @@ class CupyDevice(Device):
             with self._current:
                 cupy.cuda.runtime.memcpyAsync(to, source, nbytes, kind, self.stream)
 
-    def record(self) -> Any:  # noqa: D102
+    @override
+    def record(self) -> Any:
         with self._current:
             # One that blocks: a thread that spins would take a core from the data loader.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return event
 
-    def wait_for(self, event: int) -> None:  # noqa: D102
+    @override
+    def wait_for(self, event: int) -> None:
         with self._current:
             cupy.cuda.runtime.streamWaitEvent(self.stream, event)
 
-    def release_to(self, stream: int) -> None:  # noqa: D102
+    @override
+    def release_to(self, stream: int) -> None:
         event = self.record()
         with self._current:
             cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)

@@ -14,11 +14,11 @@ from numba import uint8, uint32, uint64
 from dgc.core.kernels.compile import entry, helper
 from dgc.core.kernels.simd import bits_in, float_of, from_half, lowest_bit
 
+# 2^-14 as float32 bits: below it half precision is subnormal.
 _SMALLEST_NORMAL = np.uint32(0x38800000)
-"""2^-14 as float32 bits: below it half precision is subnormal."""
 
+# 1.5 * 2^23: a float32 below 2^22 loses its fraction when this is added and taken away again.
 _ROUNDER = np.float32(12582912)
-"""1.5 * 2^23: a float32 below 2^22 loses its fraction when this is added and taken away again."""
 
 
 @helper
@@ -328,9 +328,9 @@ def _packing(bits):
     return packed, unpacked
 
 
+# By a code's width in bits: a function ``(codes, out)`` that writes the low bits of each code as one string, lowest
+# first, into ceil(n*bits/8) bytes; and one ``(data, codes)`` that undoes it.
 packing = {bits: _packing(bits) for bits in range(1, 9)}
-"""By a code's width in bits: a function ``(codes, out)`` that writes the low bits of each code as one string, lowest
-first, into ceil(n*bits/8) bytes; and one ``(data, codes)`` that undoes it."""
 
 
 @entry
@@ -370,8 +370,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-32
-_LANES = 64
-"""Sums that are made side by side, so that additions do not wait for each other."""
+_LANES = 64  # sums that are made side by side, so that additions do not wait for each other
 _LARGEST = np.finfo(np.float32).max
 
 

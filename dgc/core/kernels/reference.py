@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Selection, bounds_in_results
 
@@ -39,10 +40,12 @@ class ReferenceKernels(Kernels):
 
     name = "reference"
 
-    def describe(self) -> str:  # noqa: D102
+    @override
+    def describe(self) -> str:
         return f"numpy {np.__version__}, 1 thread"
 
-    def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:  # noqa: D102
+    @override
+    def sums_of_squares(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
         out = np.empty(len(gradients))
         for i, gradient in enumerate(gradients):
             g = as_float(gradient, np.dtype(np.float64))
@@ -50,7 +53,8 @@ class ReferenceKernels(Kernels):
             out[i] = np.dot(g, g)
         return out
 
-    def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:  # noqa: D102
+    @override
+    def accumulate(self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray) -> bool:
         nonfinite = False
         for w in work:
             span = slice(w.offset, w.offset + w.length)
@@ -71,12 +75,14 @@ class ReferenceKernels(Kernels):
             np.copyto(v[span], sums, where=fits)
         return nonfinite
 
-    def begin_selection(  # noqa: D102
+    @override
+    def begin_selection(
         self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
         return partial(self.accumulate_and_select, work, u, v, thresholds)
 
-    def accumulate_and_select(  # noqa: D102
+    @override
+    def accumulate_and_select(
         self, work: Sequence[SegmentWork], u: np.ndarray, v: np.ndarray, thresholds: np.ndarray | None
     ) -> Selection:
         nonfinite = self.accumulate(work, u, v)
@@ -84,12 +90,14 @@ class ReferenceKernels(Kernels):
         positions = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
         return Selection(positions, nonfinite, v[positions])
 
-    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:  # noqa: D102
+    @override
+    def take_out(self, u: Array, v: Array, positions: np.ndarray, decoded: np.ndarray, *, masking: bool) -> None:
         v[positions] = v[positions] - decoded
         if masking:
             u[positions] = 0
 
-    def set_entries(  # noqa: D102
+    @override
+    def set_entries(
         self, results: Sequence[Array], offsets: np.ndarray, positions: np.ndarray, values: np.ndarray
     ) -> None:
         bounds = bounds_in_results(results, offsets, positions)
@@ -98,7 +106,8 @@ class ReferenceKernels(Kernels):
             result.fill(0)
             result[positions[inside] - offsets[s]] = values[inside]
 
-    def dense_update(  # noqa: D102
+    @override
+    def dense_update(
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
         g = mean

@@ -20,25 +20,24 @@ from numba.extending import intrinsic, models, register_jitable, register_model
 
 from dgc.core.kernels.compile import helper
 
+# Elements between the place that is worked on and the one that is asked for by :func:`prefetch`: 2 KiB of float32.
 AHEAD = 512
-"""Elements between the place that is worked on and the one that is asked for by :func:`prefetch`: 2 KiB of float32."""
 
+# Floats in a vector; also how many entries one look at the threshold covers. Never changes a result.
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
-"""Floats in a vector; also how many entries one look at the threshold covers. Never changes a result."""
 
 _I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
 _WORDS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
 
-Compiled: TypeAlias = Any
-"""A type or a value of Numba's compiler, which has no types for them."""
+Compiled: TypeAlias = Any  # A type or a value of Numba's compiler, which has no types for them
 
 
 class Lanes(types.Type):
     """LANES numbers of 32 bits, as a Numba type. They live in registers: no array, no argument of an entry."""
 
 
+# float32; and copies of a magnitude's bits, to compare vectors with.
 VECTOR, THRESHOLD = Lanes("vector"), Lanes("threshold")
-"""float32; and copies of a magnitude's bits, to compare vectors with."""
 
 
 @register_model(Lanes)
@@ -77,8 +76,7 @@ def load(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled
     return VECTOR(array, types.intp), code
 
 
-_LINE = 64
-"""Bytes of a cache line."""
+_LINE = 64  # bytes of a cache line
 
 
 def _asking(lines: int) -> Callable[..., ir.Value]:

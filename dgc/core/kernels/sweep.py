@@ -48,19 +48,18 @@ from dgc.core.layout import FLOAT_TYPES
 # -- a bucket's work as two tables of numbers, so that no Python object is left in a loop ------------------------------
 # S segments; addresses stand for arrays, so that one compiled kernel serves every mix of types and no array is copied.
 
+# Columns of the (S, 13) int64 table that Python fills.
 GRADIENT, GRADIENT_TYPE, PARAMETER, PARAMETER_TYPE, OFFSET, LENGTH, ENTRIES, FORM = range(8)
-"""Columns of the (S, 13) int64 table that Python fills."""
+# Columns that a kernel fills: the threshold's bits, the most candidates, the first chunk, the first output place.
 KEY, MOST, FIRST_CHUNK, OUT, UNUSED = range(8, 13)
-"""Columns that a kernel fills: the threshold's bits, the most candidates, the first chunk, the first output place."""
 INTEGERS = 13
 
+# Columns of the (S, 4) float64 table; USED, the threshold of this pass, is filled by a kernel.
 MOMENTUM, DECAY, SCALE, USED = range(4)
-"""Columns of the (S, 4) float64 table; USED, the threshold of this pass, is filled by a kernel."""
 REALS = 4
 
 FLOAT32, FLOAT64, FLOAT16 = (TYPE_CODES[FLOAT_TYPES[name]] for name in ("float32", "float64", "float16"))
-NO_MOMENTUM, HEAVY_BALL, NESTEROV = range(3)
-"""Forms of momentum."""
+NO_MOMENTUM, HEAVY_BALL, NESTEROV = range(3)  # forms of momentum
 
 _FLOAT32 = FLOAT_TYPES["float32"]
 
@@ -104,14 +103,14 @@ def make_table(work: Sequence[SegmentWork]) -> tuple[np.ndarray, np.ndarray]:
 # not 0 (one in ten at a density of 0.1 %) costs a branch. Infinity is above every threshold, so that the same mask also
 # shows an update that is not finite before anything was stored; such a block is computed again entry by entry.
 
+# Elements of another type that are widened at a time: they stay in the first two caches.
 STRIP = 4096
-"""Elements of another type that are widened at a time: they stay in the first two caches."""
 
 _UINT64_1 = np.uint64(1)
 
 
+# Bits of a float32 without its sign, and those of infinity.
 MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
-"""Bits of a float32 without its sign, and those of infinity."""
 
 
 @helper
@@ -338,11 +337,10 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
             n += np.int64(candidate > key) | tie
 
 
-CHUNK = 131072
-"""Elements that a thread takes at a time; a multiple of LANES."""
+CHUNK = 131072  # elements that a thread takes at a time; a multiple of LANES
 
+# In place of a count: the segment's candidates were too many or too few, or it collected none.
 UNFINISHED = -1
-"""In place of a count: the segment's candidates were too many or too few, or it collected none."""
 
 # The rules are plain Python, for every backend; this lets kernels call them by name.
 for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.learn):
@@ -517,8 +515,7 @@ class Workspace(threading.local):
     """What a Python thread keeps from call to call: it grows, and stays."""
 
     def __init__(self) -> None:
-        self.kept: list[Scratch] = []
-        """Those that are not in use: who borrows one puts it back."""
+        self.kept: list[Scratch] = []  # those that are not in use: who borrows one puts it back
 
     def borrow(self, workers: int, segments: int, chunks: int, room: int) -> Scratch:
         """Return scratch arrays that have no other user, grown when they are too small."""

@@ -25,13 +25,12 @@ from dgc.core.kernels.simd import fetch_add
 from dgc.errors import ConfigError
 
 THREADS_VARIABLE = "DGC_NUM_THREADS"
+# Where launchers say how many ranks share this host; the first that is set counts.
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
-"""Where launchers say how many ranks share this host; the first that is set counts."""
 
+# How often the end of the work is looked for before sleeping, a few hundred microseconds.
 LOOKS = 20000
-"""How often the end of the work is looked for before sleeping, a few hundred microseconds."""
-NAP = 5e-5
-"""Seconds of sleep between further looks."""
+NAP = 5e-5  # seconds of sleep between further looks
 
 
 def available_cores() -> int:
@@ -181,8 +180,7 @@ class Work:
         _wait_for(self._started, self._finished)
 
 
-Job = tuple[Work, int]
-"""Work that is offered to one thread, and that thread's worker number."""
+Job = tuple[Work, int]  # work that is offered to one thread, and that thread's worker number
 
 
 def _reset(team: Team | None) -> None:

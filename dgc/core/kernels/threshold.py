@@ -21,45 +21,37 @@ import numpy as np
 
 from dgc.core.layout import SMALL
 
-NEXT = 0
-"""Threshold for the next pass; 0 admits every entry that is not zero."""
-LEVEL = 1
-"""Binary logarithm of the last k-th largest magnitude."""
-CHANGE = 2
-"""By how much that had changed from the step before."""
+NEXT = 0  # threshold for the next pass; 0 admits every entry that is not zero
+LEVEL = 1  # binary logarithm of the last k-th largest magnitude
+CHANGE = 2  # by how much that had changed from the step before
+# Smoothed size of errors of the growth expected: rises fast, falls slowly; magnitudes that turn out to be smaller than
+# expected count twice as much as larger ones.
 SPREAD = 3
-"""Smoothed size of errors of the growth expected: rises fast, falls slowly; magnitudes that turn out to be smaller than
-expected count twice as much as larger ones."""
+# How steeply the number of entries above a threshold falls, in doublings for each doubling of the threshold.
 SLOPE = 4
-"""How steeply the number of entries above a threshold falls, in doublings for each doubling of the threshold."""
-ENTRIES = 5
-"""The k that the row belongs to."""
-GROWTH = 6
-"""By how much the logarithm is expected to grow in the coming step; never below 0."""
+ENTRIES = 5  # the k that the row belongs to
+GROWTH = 6  # by how much the logarithm is expected to grow in the coming step; never below 0
 COLUMNS = 7
 
+# Above this share of entries a threshold saves nothing; the segment is selected by a histogram after the pass.
 HIGHEST_DENSITY = 0.05
-"""Above this share of entries a threshold saves nothing; the segment is selected by a histogram after the pass."""
+# With fewer candidates than this share of k the segment is selected by a histogram after the pass; with more, what
+# there is is sent, and the rest at the next step.
 ENOUGH = 0.8
-"""With fewer candidates than this share of k the segment is selected by a histogram after the pass; with more, what
-there is is sent, and the rest at the next step."""
 
 FIRST_SPREAD = 0.1
 FIRST_SLOPE = 4.0
 LOWEST_SLOPE, HIGHEST_SLOPE = 0.5, 64.0
 RISE, FALL = 0.5, 0.25
+# Errors beyond this (a factor of 1.27) are jumps: they leave no wider margin behind.
 LARGEST_ERROR = 0.35
-"""Errors beyond this (a factor of 1.27) are jumps: they leave no wider margin behind."""
-SAFETY = 2.5
-"""The threshold lies below the predicted magnitude by this many times SPREAD."""
+SAFETY = 2.5  # the threshold lies below the predicted magnitude by this many times SPREAD
+# Candidates to expect beyond k, at least: this share of it, and a bit for the noise of small counts.
 SHARE = 0.08
-"""Candidates to expect beyond k, at least: this share of it, and a bit for the noise of small counts."""
-MOST = 4.0
-"""Candidates to expect beyond k, at most, as a multiple of k."""
-LIMIT = 12
-"""Candidates that are kept, as a multiple of k."""
+MOST = 4.0  # candidates to expect beyond k, at most, as a multiple of k
+LIMIT = 12  # candidates that are kept, as a multiple of k
+# After a selection by histogram the slope is measured between the k-th largest magnitude and this part of it.
 WIDER = 1.0 / 1.08
-"""After a selection by histogram the slope is measured between the k-th largest magnitude and this part of it."""
 
 COLLECT_NOTHING = math.inf
 

@@ -11,6 +11,7 @@ from kernel_tools import FLAGS, KINDS, LENGTHS, as_type, bits, check_selection, 
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import TILE, NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.errors import LayoutError, WireError
 
 GRADIENT_TYPES = ["float32", "float16", "bfloat16", "float64"]
@@ -55,7 +56,7 @@ def test_state_flags_and_selection_equal_the_reference(numba_kernels, table):
     size = offsets_of(lengths)[1]
     u, v = np.zeros(size + 5, np.float32), np.zeros(size, np.float32)
     expected_u, expected_v = u.copy(), v.copy()
-    thresholds = numba_kernels.new_thresholds(len(lengths))
+    thresholds = new_thresholds(len(lengths))
     for step in range(3):
         work, _ = work_table(rng, lengths, ks, flags, dtypes, [kind[step] for kind in kinds])
         chosen = numba_kernels.accumulate_and_select(work, u, v, thresholds)
@@ -130,7 +131,7 @@ def test_one_bad_entry_anywhere_is_met_and_counts_as_zero(numba_kernels, positio
     g = np.ones(n, np.float32)
     g[position] = value
     u, v = np.ones(n, np.float32), np.ones(n, np.float32)
-    thresholds = numba_kernels.new_thresholds(1)
+    thresholds = new_thresholds(1)
     for _ in range(2):  # cold, and with a threshold
         before = v[position], u[position]
         chosen = numba_kernels.accumulate_and_select([SegmentWork(g, None, 0, n, 70, 0.5)], u, v, thresholds)
@@ -157,7 +158,7 @@ def test_finite_values_that_add_up_to_infinity_are_met_and_change_nothing(numba_
     expected_u, expected_v = u.copy(), v.copy()
     for before, kernels in (((u, v), numba_kernels), ((expected_u, expected_v), ReferenceKernels())):
         own_u, own_v = before
-        chosen = kernels.accumulate_and_select(work, own_u, own_v, kernels.new_thresholds(1))
+        chosen = kernels.accumulate_and_select(work, own_u, own_v, new_thresholds(1))
         assert chosen.nonfinite
         assert np.isfinite(chosen.values).all()
         assert own_v[position] == np.float32(0.7 * largest)
@@ -221,7 +222,7 @@ def test_what_is_not_finite_in_a_residual_comes_first(threads, size, broken, sha
     else:
         v[bad] = np.inf if broken == "inf" else np.nan
     kernels, k = NumbaKernels(threads), max(1, size // 100)
-    u, thresholds, zeros = np.zeros(size, np.float32), kernels.new_thresholds(1), np.zeros(size, np.float32)
+    u, thresholds, zeros = np.zeros(size, np.float32), new_thresholds(1), np.zeros(size, np.float32)
     for _ in range(3):
         before = v.copy()
         chosen = kernels.accumulate_and_select([SegmentWork(zeros, None, 0, size, k, 0.9)], u, v, thresholds)
@@ -384,7 +385,7 @@ class Buckets:
         self.kernels = kernels
         size = sum(SEGMENTS)
         self.states = [(np.zeros(size, np.float32), np.zeros(size, np.float32)) for _ in range(4)]
-        self.thresholds = [kernels.new_thresholds(len(SEGMENTS)) for _ in self.states]
+        self.thresholds = [new_thresholds(len(SEGMENTS)) for _ in self.states]
         self.sent = []
 
     def work(self, step, bucket):

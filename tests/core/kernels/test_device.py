@@ -13,6 +13,7 @@ from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.errors import LayoutError, WireError
 
 pytestmark = needs_compiler
@@ -67,7 +68,7 @@ def test_candidates_entries_and_thresholds_equal_the_cpu_backends():
     rng = np.random.default_rng(5)
     lengths, ks = [300000, 3000, 12000, 50000], [60, 30, 12, 5000]
     bucket = bucket_of(lengths)
-    u, v, thresholds = bucket.u.copy(), bucket.v.copy(), cpu.new_thresholds(4)
+    u, v, thresholds = bucket.u.copy(), bucket.v.copy(), new_thresholds(4)
     for step in range(12):
         scale = {6: 100.0, 9: 0.0}.get(step, 1.0)
         gradients = [(entries(rng, "heavy", n) * scale).astype(np.float32) for n in lengths]
@@ -86,7 +87,7 @@ def test_just_enough_candidates_too_few_and_too_many(extra):
     cpu, n, k = NumbaKernels(1), 20000, 64
     magnitudes = np.linspace(0.5, 2.0, n, dtype=np.float32)
     gradient = np.random.default_rng(0).permutation(magnitudes) * np.float32(-1)
-    bucket, thresholds = bucket_of([n]), cpu.new_thresholds(1)
+    bucket, thresholds = bucket_of([n]), new_thresholds(1)
     for each in (bucket.thresholds, thresholds):
         cpu.accumulate_and_select(
             [SegmentWork(gradient, None, 0, n, k)], np.zeros(n, np.float32), np.zeros(n, np.float32), each
@@ -103,7 +104,7 @@ def test_candidates_beyond_their_room_are_counted_and_not_kept():
     lengths, ks = [50000, 50000, 2000], [40, 40, 20]
     bucket, cpu = bucket_of(lengths), NumbaKernels(1)
     rng = np.random.default_rng(1)
-    thresholds = cpu.new_thresholds(3)
+    thresholds = new_thresholds(3)
     u, v = bucket.u.copy(), bucket.v.copy()
     for step in range(4):
         scales = [1000.0 if step == 3 else 1.0, 1.0, 1.0]
@@ -215,7 +216,7 @@ def test_bad_arrays_are_refused():
     with pytest.raises(LayoutError, match="u is float64"):
         kernels.accumulate([], device(np.zeros(100)), v)
     with pytest.raises(LayoutError, match="thresholds"):
-        kernels.accumulate_and_select([SegmentWork(good, None, 0, 50, 1)], u, v, kernels.new_thresholds(2))
+        kernels.accumulate_and_select([SegmentWork(good, None, 0, 50, 1)], u, v, new_thresholds(2))
     with pytest.raises(LayoutError, match="lie within"):
         kernels.take_out(u, v, np.array([100]), np.ones(1, np.float32), masking=True)
     with pytest.raises(LayoutError, match="decoded"):

@@ -11,6 +11,7 @@ from kernel_tools import as_type, entries
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.kernels.threshold import new_thresholds
 
 gpu = pytest.importorskip(
     "dgc.core.kernels.gpu", reason="CuPy is not installed: pip install cupy-cuda12x", exc_type=ImportError
@@ -68,7 +69,7 @@ def test_steps_equal_the_cpu_backend(kernels):
     cpu, rng = NumbaKernels(2), np.random.default_rng(1)
     bucket = bucket_of(kernels, LENGTHS)
     ks = [max(1, n // 1000) for n in LENGTHS]
-    u, v, thresholds = bucket.u.copy(), bucket.v.copy(), cpu.new_thresholds(len(LENGTHS))
+    u, v, thresholds = bucket.u.copy(), bucket.v.copy(), new_thresholds(len(LENGTHS))
     for step in range(20):
         scale = {8: 1000.0, 14: 0.0}.get(step, 1.0)
         gradients = [(entries(rng, "heavy", n) * scale).astype(np.float32) for n in LENGTHS]

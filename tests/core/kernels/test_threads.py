@@ -37,7 +37,7 @@ CONCURRENT = """
         offsets = np.cumsum([0, *lengths])
         u, v = np.zeros(offsets[-1], np.float32), np.zeros(offsets[-1], np.float32)
         expected_u, expected_v = u.copy(), v.copy()
-        thresholds = kernels.new_thresholds(3)
+        thresholds = new_thresholds(3)
         start.wait()
         for step in range(15):
             work = [SegmentWork(rng.standard_normal(n).astype(np.float32), None, int(o), n, n // 500, 0.9)

@@ -13,6 +13,7 @@ from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.sweep import select_whole
 from dgc.core.kernels.threads import Team
+from dgc.core.kernels.threshold import new_thresholds
 
 N = 100_000
 
@@ -68,7 +69,7 @@ def test_many_tensors_of_many_sizes_are_exact_in_99_of_100_steps(kernels):
     lengths = [4096, 5000, 9408, 16384, 36864, 65536, 147456]
     offsets = np.cumsum([0, *lengths])
     size = int(offsets[-1])
-    u, v, thresholds = np.zeros(size, np.float32), np.zeros(size, np.float32), kernels.new_thresholds(len(lengths))
+    u, v, thresholds = np.zeros(size, np.float32), np.zeros(size, np.float32), new_thresholds(len(lengths))
     gradients = Gradients(size, 2)
     right = total = 0
     for _ in range(200):
@@ -192,7 +193,7 @@ def test_residuals_that_pile_up_are_foreseen(kernels, monkeypatch, cycle):
     n, k = 500_000, 500
     rng = np.random.default_rng(9)
     gradients = [rng.standard_normal(n, dtype=np.float32) for _ in range(cycle)]
-    u, v, thresholds = np.zeros(n, np.float32), np.zeros(n, np.float32), kernels.new_thresholds(1)
+    u, v, thresholds = np.zeros(n, np.float32), np.zeros(n, np.float32), new_thresholds(1)
     candidates = []
     for t in range(60):
         reached = thresholds[0, rules.NEXT]

@@ -4,6 +4,7 @@ import numpy as np
 
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.kernels.threshold import new_thresholds
 
 ALIGNMENT = 16
 
@@ -22,7 +23,7 @@ class Bucket:
         self.to_device, self.to_host = to_device, to_host
         self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
         self.device_u, self.device_v = to_device(self.u), to_device(self.v)
-        self.thresholds = kernels.new_thresholds(len(lengths))
+        self.thresholds = new_thresholds(len(lengths))
 
     def work(self, gradients, parameters, options):
         """The same work for the device and for the reference."""

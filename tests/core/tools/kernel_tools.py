@@ -14,6 +14,7 @@ import numpy as np
 from dgc.core.kernels import threads as threads_module
 from dgc.core.kernels.base import Kernels, SegmentWork
 from dgc.core.kernels.reference import top_k
+from dgc.core.kernels.threshold import new_thresholds
 
 FLAGS = [
     {},
@@ -108,7 +109,7 @@ class Trainee:
         self.kernels = kernels
         self.n, self.k, self.flags = n, k, flags
         self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        self.thresholds = kernels.new_thresholds(1)
+        self.thresholds = new_thresholds(1)
         self.tally = Tally()
         self.sent = np.zeros(n, np.float32)
         self._short = 0
