@@ -175,7 +175,6 @@ def _rank_list(ranks: Sequence[int]) -> str:
 
 
 _SAMPLES = 8
-_TOLERANCE = 1e-3  # relative: different machines may round a first step differently; separate models differ by more
 
 
 def sample_places(numel: int) -> np.ndarray:
@@ -183,27 +182,46 @@ def sample_places(numel: int) -> np.ndarray:
     return np.unique(np.linspace(0, numel - 1, _SAMPLES).astype(np.int64)) if numel else np.empty(0, np.int64)
 
 
-def require_replicas(transport: Transport, values: Mapping[str, np.ndarray], advice: str) -> None:
-    """Raise the same error on every rank unless all ranks hold the same values. Collective.
+def require_replicas(
+    transport: Transport,
+    values: Mapping[str, np.ndarray],
+    advice: str,
+    *,
+    sums: Sequence[int] = (),
+    tolerance: float = 0.0,
+) -> None:
+    """Raise the same error on every rank unless all ranks hold the same tensors. Collective.
+
+    Args:
+        transport: connects the ranks.
+        values: of each tensor by its name, a few values.
+        advice: what to do, for the message.
+        sums: of each tensor, a number below 2**52 that depends on all of its values.
+        tolerance: by how much values may differ, relative to the largest one of their tensor.
 
     Raises:
-        ConfigError: they differ by more than rounding; names the first difference.
+        ConfigError: they differ; names the first tensor that does.
         TransportError: the ranks could not be asked.
     """
-    own = np.concatenate([np.asarray(v, np.float64).reshape(-1) for v in values.values()] or [np.empty(0)])
+    own = np.concatenate([*(np.asarray(v, np.float64).reshape(-1) for v in values.values()), np.asarray(sums, float)])
     if own.size == 0:
         return
     rows = gather_rows(transport, own.view(np.uint8)).view(np.float64)
-    begin = 0
-    for name, value in values.items():
+    begin, all_sums = 0, rows[:, own.size - len(sums) :]
+    for i, (name, value) in enumerate(values.items()):
         part = rows[:, begin : begin + value.size]
         begin += value.size
         scale = np.abs(part[0], where=np.isfinite(part[0]), out=np.zeros(value.size)).max(initial=0.0)
-        alike = np.isclose(part, part[0], rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
-        if not alike.all():
-            other = int(np.argmin(alike.all(axis=1)))
-            place = int(np.argmin(alike[other]))
-            raise ConfigError(
-                f"the ranks do not train the same model: {name!r} has the value {part[0, place]:.6g} on rank 0 and "
-                f"{part[other, place]:.6g} in the same place on rank {other}; {advice}"
+        same = np.isclose(part, part[0], rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+        wrong = None
+        if not same.all():
+            other = int(np.argmin(same.all(axis=1)))
+            place = int(np.argmin(same[other]))
+            wrong = (
+                f"has the value {part[0, place]:.9g} on rank 0 and {part[other, place]:.9g} in the same place on rank "
+                f"{other}"
             )
+        elif sums and (all_sums[:, i] != all_sums[0, i]).any():
+            wrong = f"has other values on rank {int(np.argmax(all_sums[:, i] != all_sums[0, i]))} than on rank 0"
+        if wrong is not None:
+            raise ConfigError(f"the ranks do not train the same model: {name!r} {wrong}; {advice}")

@@ -65,7 +65,7 @@ def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
     """Warn that an adaptive optimizer learns less from few entries; call it on one rank."""
     if config.is_thin:
         warnings.warn(
-            f"{optimizer} divides by a mean of squares, which few entries distort: where "
+            f"{optimizer} does not move an entry in proportion to its gradient, which few entries distort: where "
             f"{1 - config.sparsity[-1]:.2%} of them are sent it learns far less than in dense training. Give "
             "Compression.dgc(steps=N), N being the optimizer's steps in the whole training, which chooses a density "
             "for it",

@@ -33,6 +33,10 @@ DENSITY_DIGITS = 12
 # ``beta1**t`` below which u needs no bias correction any more.
 _SETTLED = 1e-9
 
+# The momentum of a step after which u is the gradient alone: step 1, and steps with a beta1 of 0. With a momentum of 0
+# the kernels leave u as it is.
+NO_MEMORY = 1e-30
+
 
 @dataclass(frozen=True, kw_only=True)
 class DGCConfig:
@@ -235,8 +239,6 @@ def running_mean(beta1: float, t: int) -> tuple[float, float]:
 
     Source: Kingma and Ba 2015, arXiv 1412.6980, algorithm 1.
     """
-    if is_settled(beta1, t):
-        return beta1, 1.0 - beta1
-    rest = beta1**t
-    # Step 1 drops u. A momentum of 0 would mean "no momentum buffer" to the kernels, so it is tiny instead.
-    return max(beta1 * (1.0 - beta1 ** (t - 1)) / (1.0 - rest), 1e-30), (1.0 - beta1) / (1.0 - rest)
+    rest = 0.0 if is_settled(beta1, t) else beta1**t
+    kept = beta1 if not rest else beta1 * (1.0 - beta1 ** (t - 1)) / (1.0 - rest)
+    return max(kept, NO_MEMORY), (1.0 - beta1) / (1.0 - rest)

@@ -262,7 +262,7 @@ class FirstMoment:
 
         ``steps`` is the number that the compressor has made; ``selects`` says whether this one selects entries.
         """
-        self.is_taken, count = selects and self.beta1 > 0, len(hyper.momentum)
+        self.is_taken, count = selects, len(hyper.momentum)
         t = 1 + steps + (self.earlier_steps or 0)
         momentum, gain = running_mean(self.beta1, t) if self.is_taken else (0.0, 1.0)
         hyper.momentum[:], hyper.gain[:] = [momentum] * count, [gain] * count

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dgc.adapter.checks import warn_of_first_moment
-from dgc.core.config import DGCConfig, is_settled, running_mean
+from dgc.core.config import NO_MEMORY, DGCConfig, is_settled, running_mean
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
@@ -143,7 +143,7 @@ class Adoption:
     @property
     def has_velocity(self) -> bool:
         """Whether results hold momentum or decay that the compressor applies."""
-        return any(self.hyper.momentum) or any(self.hyper.weight_decay)
+        return max(self.hyper.momentum, default=0.0) > NO_MEMORY or any(self.hyper.weight_decay)
 
     def index_of(self, parameter: torch.Tensor) -> int | None:
         """The parameter's index in the layout, or None."""
@@ -290,22 +290,24 @@ class Adoption:
         shards = is_sharded(optimizer)
         nesterov = bool(self._config.nesterov) or issubclass(updating_class(optimizer), torch.optim.NAdam)
         for group, ours in groups:
-            own = float(group["betas"][0])
-            beta1 = own if self._has_moment(ours) else 0.0
-            if beta1 and self._settled.get(id(group)) == beta1:
+            beta1, takes = float(group["betas"][0]), self._has_moment(ours)
+            if takes and self._settled.get(id(group)) == beta1:
                 continue  # the number of a step may be on a GPU
-            if own and self._will_have_moment(ours):
+            if beta1 and self._will_have_moment(ours):
                 self._adopted.update(i for _, i in ours)
-            settled = True
+            settled = takes
             for p, i in ours:
                 hyper.momentum[i], hyper.gain[i], hyper.nesterov[i] = 0.0, 1.0, nesterov
-                if beta1:
+                if takes:
                     assert self._steps is not None, "the compressor has the moment"
                     # Where updates are sharded no rank has the state of all parameters: u begins anew.
                     t = 1 + (self._steps if shards else _steps_of(optimizer.state.get(p, {})))
                     hyper.momentum[i], hyper.gain[i] = running_mean(beta1, t)
                     settled &= is_settled(beta1, t)
-            self._settled[id(group)] = beta1 if settled else 0.0
+            if settled:
+                self._settled[id(group)] = beta1
+            else:
+                self._settled.pop(id(group), None)
 
     def _read_group(self, group: dict[str, Any], ours: Members, sgd: bool) -> None:
         name, config, hyper = self._names[ours[0][1]], self._config, self.hyper
@@ -350,7 +352,10 @@ def has_moments(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether it divides by a running mean of squares or of magnitudes, as far as torch's own classes say."""
+    """Whether an entry's step is not in proportion to its gradient: divided by a running mean, or the sign of one.
+
+    Classes outside of torch are known by their betas.
+    """
     others = (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop)
     groups = [] if optimizer is None else optimizer.param_groups
     return issubclass(updating_class(optimizer), (*_MOMENTS, *others)) or any("betas" in group for group in groups)

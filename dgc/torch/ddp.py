@@ -135,7 +135,7 @@ class CompressionState(Joinable):
         self._optimizer = optimizer
         if (engine := self.compression.engine) is not None:
             self._front_end = DDPFrontEnd(engine, optimizer)
-            weakref.finalize(self, self._front_end.leave).atexit = False
+            weakref.finalize(self, self._front_end.end).atexit = False
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand over a bucket's gradients; with the last one wait for the results of all."""
@@ -219,6 +219,7 @@ class DDPFrontEnd(FrontEnd):
     """Hands the engine of one compressor the buckets of DDP's hook; the call with the last one ends the exchange."""
 
     drives = exclusive = True
+    rebuild = "wrap the module in a new DistributedDataParallel and register a new compressor"
     _joined = _warned = False
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -312,11 +313,6 @@ class DDPFrontEnd(FrontEnd):
                     self.engine.parameters[index].grad = result.clone()
             optimizer.step()
             optimizer.zero_grad()
-
-    def leave(self) -> None:
-        """The state was dropped: the model's gradients are not exchanged any more."""
-        self.drives = False
-        self.unhook()
 
     # -- around step() ---------------------------------------------------------------------------------------------
 

@@ -82,8 +82,6 @@ class TorchState(hvd.elastic.TorchState):
     def end(self) -> None:
         """Leave a plain optimizer behind. Local: no communication."""
         if self.compression is not None:
-            if (engine := self.compression.engine) is not None:
-                engine.front_end.unhook()
             self.compression.close()
             self.compression = None
             for name in _WRAPPING:  # backward_passes_per_step stays: hooks that a traceback keeps alive read it

@@ -30,7 +30,7 @@ from dgc.torch.adoption import Adoption
 from dgc.torch.front_end import FrontEnd, learning_rates_of
 from dgc.torch.saved_state import Change
 from dgc.torch.sparse_updates import SparseUpdates
-from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, tensors_for
+from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, sum_of_bits, tensors_for
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -267,9 +267,9 @@ class Engine(EngineBase):
                 self.transport,
                 {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
                 "before the first step call dgc.torch.broadcast_parameters(model.state_dict()) on all ranks, and load "
-                "a checkpoint on all of them; with Horovod call hvd.broadcast_optimizer_state(optimizer, root_rank=0), "
-                "in which some optimizers move parameters, and then hvd.broadcast_parameters(model.state_dict(), "
-                "root_rank=0)",
+                "a checkpoint on all of them; with Horovod call hvd.broadcast_parameters(model.state_dict(), "
+                "root_rank=0) and hvd.broadcast_optimizer_state(optimizer, root_rank=0)",
+                sums=list(map(sum_of_bits, self.parameters)),
             )
         self._memory.end()
         if self.observers:
@@ -326,6 +326,7 @@ class Engine(EngineBase):
             {n: fingerprint(g) for n, g in zip(self.names, gradients, strict=True)},
             "their gradients were changed in different ways between synchronize() and another synchronize() or "
             "step(), which averages nothing again: make the same change on every rank",
+            tolerance=1e-5,  # unlike machines may round the same change differently
         )
         return True
 

@@ -29,6 +29,8 @@ CHANGED = (
     "hook that changes gradients before the optimizer is wrapped"
 )
 
+_REBUILD = "build a new optimizer and wrap it"
+
 Closure = Callable[[], Any]
 
 _front_ends: weakref.WeakSet[FrontEnd] = weakref.WeakSet()
@@ -48,13 +50,16 @@ class FrontEnd:
         in_step: whether ``step()`` ends the exchange now, and the update follows before the script sees gradients.
         by_scaler: whether a GradScaler calls ``step()`` whose scale the compressor does not know. Asked once.
         exclusive: whether wrapping another optimizer over the same parameters is an error.
+        rebuild: what the script has to do after parameters were added or unfrozen.
     """
+
+    rebuild = _REBUILD
 
     drives = holds = begun = averaged = in_step = by_scaler = exclusive = False
     _stepping = False  # from the hook before step() to the one after it
     _updating = False  # the same, once the gradients are exchanged
-    _broadcasts = False
     _replaced = False  # another optimizer with parameters of the owner was wrapped since
+    _unhook: Callable[[], object] | None = None  # removes the hooks of :meth:`drive`
 
     def __init__(self, engine: Any) -> None:
         # Two hooks of torch serve all front ends and stay: removing hooks when a front end is collected could happen
@@ -67,6 +72,7 @@ class FrontEnd:
         self._scale_is_known = engine.is_scaled
         self._owner: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._ids = {id(p) for p in engine.parameters}
+        self._unmoved: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters before a step of Horovod's, as copies
         _front_ends.add(self)
 
     # -- each front end has its own ----------------------------------------------------------------------------------
@@ -105,8 +111,8 @@ class FrontEnd:
         hooks: list[Any] = [p.register_post_accumulate_grad_hook(weakly(arrived, i)) for i, p in parameters]
         if len(hooks) == 1:  # no other gradient shows what was left in .grad
             hooks.append(self.engine.parameters[0].register_hook(weakly(self._before_only_gradient)))
-        self.unhook = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
-        self.unhook.atexit = False
+        self._unhook = unhook = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        unhook.atexit = False
 
     def _before_only_gradient(self, _: torch.Tensor) -> None:
         if not self.begun:
@@ -128,8 +134,11 @@ class FrontEnd:
         return [each for each in _of(self._ids) if each is not self]
 
     def end(self) -> None:
-        """Hand over nothing any more."""
+        """Hand over nothing any more: the compressor is closed, or another front end follows."""
         _front_ends.discard(self)
+        self.drives = False
+        if self._unhook is not None:
+            self._unhook()
 
     # -- around step() -----------------------------------------------------------------------------------------------
 
@@ -142,11 +151,12 @@ class FrontEnd:
         if self._updating:  # step() of a class of the user's, or of Horovod's, calls super().step()
             self.begin_update(optimizer)
             return closure
-        self._broadcasts = self.saved.pending.broadcast and not self.begun and broadcasting()
-        if self._broadcasts:
-            # It needs the momentum, which makes the buffers that it is going to overwrite with the root's, but no
-            # weight decay: that would move the parameters of the ranks that loaded no checkpoint.
+        if self.saved.pending.broadcast and not self.begun and broadcasting():
+            # Ranks without a state get one in this step, which the root's will overwrite: buffers of 0, where the
+            # compressor has the decay. No parameter may move.
             self.engine.adoption.hide(optimizer, ("weight_decay",))
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._unmoved = self._unmoved or [(p, p.detach().clone()) for p in parameters]
             return closure
         if not self._scale_is_known:
             self._scale_is_known, self.by_scaler = True, steps_by_scaler()
@@ -172,6 +182,10 @@ class FrontEnd:
         if self.owns(optimizer):
             self.engine.adoption.show()
             self.averaged = self.in_step = self._stepping = self._updating = False
+            unmoved, self._unmoved = self._unmoved, []
+            with torch.no_grad():
+                for p, before in unmoved:
+                    p.copy_(before)
 
     def _followed(self, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
         """Return a closure that also exchanges the gradients; the optimizer's update follows it."""
@@ -190,7 +204,7 @@ class FrontEnd:
         """The gradients are exchanged: hide the options that the compressor applies, and apply deferred results."""
         engine, self._updating = self.engine, True
         if engine.error is None:  # else it is on its way to the user
-            refuse_strange_gradients(optimizer, self._ids)
+            refuse_strange_gradients(optimizer, self._ids, self.rebuild)
         if self.by_scaler and self.drives:
             self.by_scaler = False
             warn_of_unknown_scaler()
@@ -220,15 +234,15 @@ def _show_options_after_errors(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["step"] = types.MethodType(stepping, weakref.proxy(optimizer))
 
 
-def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int]) -> None:
+def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], rebuild: str = _REBUILD) -> None:
     """Refuse gradients that are not averaged: their parameters were frozen or missing when it was wrapped."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if id(p) not in ids and p.requires_grad and p.grad is not None:
                 raise LayoutError(
                     f"a parameter of shape {tuple(p.shape)} was not there, or needed no gradient, when the "
-                    "compressor was built but has one now, which is not averaged: build a new optimizer and "
-                    "wrap it after adding or unfreezing parameters"
+                    f"compressor was built but has one now, which is not averaged: {rebuild} after adding or "
+                    "unfreezing parameters"
                 )
 
 

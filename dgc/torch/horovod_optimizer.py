@@ -125,6 +125,17 @@ class HorovodFrontEnd(FrontEnd):
         return self.drives and "synchronize" not in vars(optimizer)
 
     @override
+    def end_exchange_of_closure(self) -> None:
+        if self.begun:
+            self.engine.fail(
+                ConfigError(
+                    "Horovod's own optimizer does not average the gradients that a closure of step() computes: call "
+                    "the closure, then step(), or optimizer.synchronize() in the closure and step(closure) inside "
+                    "optimizer.skip_synchronize(); or take dgc.torch.DistributedOptimizer, which averages them"
+                )
+            )
+
+    @override
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         # Horovod makes gradients for parameters of which no rank has one; Adam would move those.
         for index in () if self.begun else self.engine.left_alone:

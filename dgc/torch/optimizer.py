@@ -19,7 +19,7 @@ from dgc.adapter.checks import check_passes, check_predivide, refuse_grouping
 from dgc.adapter.compressor import check_compression, horovods
 from dgc.adapter.job import errors_on_all_ranks
 from dgc.adapter.options import Compressing
-from dgc.errors import DGCError, LayoutError
+from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.compressor import Compression, DGCCompressor, check_optimizer, named_pairs
 from dgc.torch.dense import DenseSteps, agree, dense_type
 from dgc.torch.distributed import DistributedJob, job_of, require_dense, require_own_shards
@@ -28,7 +28,7 @@ from dgc.torch.front_end import FrontEnd, only_makes_state
 from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.optimizer_methods import HandedOver, OptimizerMethods, refuse_copy
 from dgc.torch.tensors import local, scattered_values, set_memory
-from dgc.torch.untraced import untraced
+from dgc.torch.untraced import untraced, weakly
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -319,6 +319,16 @@ class OptimizerFrontEnd(OptimizerMethods, FrontEnd):
     def end(self) -> None:
         super().end()
         self.unguard()
+        self.give_up()
+        if (optimizer := self.owner) is not None:
+            optimizer.register_step_pre_hook(weakly(self._refuse_step))
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if vars(optimizer).get("synchronize") == self.synchronize:  # elastic jobs take the methods away
+            raise ConfigError(
+                "the compressor of this optimizer was closed, and its gradients are not averaged any more: build a "
+                "new optimizer"
+            )
 
 
 def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:

@@ -33,6 +33,8 @@ _NAMES = {getattr(torch, name): name for name in FLOAT_TYPES}
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # most are, and need no look at the type
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 _SPREAD = 1024
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -176,6 +178,12 @@ def samples(tensor: torch.Tensor) -> np.ndarray:
     values = local(tensor).detach()
     places = torch.from_numpy(sample_places(values.numel())).to(values.device)
     return values.take(places).to(torch.float64).cpu().numpy()
+
+
+def sum_of_bits(tensor: torch.Tensor) -> int:
+    """Return the sum of all values' bits, modulo 2**52: it differs between two tensors that differ in one value."""
+    values = local(tensor).detach()
+    return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)) % 2**52
 
 
 def scattered_values(tensor: torch.Tensor) -> torch.Tensor:

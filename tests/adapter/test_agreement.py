@@ -164,9 +164,10 @@ def test_a_broken_transport_does_not_hide_the_error_itself():
     assert caught.value.__notes__ == ["and this could not be reported to the other ranks: cable cut"]
 
 
-def outcomes(tables):
+def outcomes(tables, sums=None, **options):
     def rank(transport):
-        require_replicas(transport, tables[transport.rank], "broadcast them")
+        own = {} if sums is None else {"sums": sums[transport.rank]}
+        require_replicas(transport, tables[transport.rank], "broadcast them", **own, **options)
 
     return run_ranks(len(tables), rank, return_errors=True)
 
@@ -181,9 +182,20 @@ def test_equal_models_pass(size):
     assert outcomes([model()] * size) == [None] * size
 
 
-def test_rounding_and_nan_are_no_difference():
+def test_nan_is_no_difference():
     odd = {"b": np.array([np.nan, np.inf, 0.0])}
-    assert outcomes([model(**odd), model(1 + 1e-6, **odd)]) == [None] * 2
+    assert outcomes([model(**odd), model(**odd)]) == [None] * 2
+
+
+@pytest.mark.parametrize(("tolerance", "passes"), [(0.0, False), (1e-7, False), (1e-5, True)])
+def test_rounding_is_a_difference_unless_it_is_tolerated(tolerance, passes):
+    errors = outcomes([model(), model(1 + 1e-6)], tolerance=tolerance)
+    assert errors == [None] * 2 if passes else all("'rate' has the value 0.1 on rank 0" in str(e) for e in errors)
+
+
+def test_a_difference_that_a_sum_alone_shows_is_one():
+    errors = outcomes([model()] * 3, sums=[[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 5]])
+    assert all("'b' has other values on rank 2 than on rank 0; broadcast them" in str(e) for e in errors)
 
 
 @pytest.mark.parametrize(

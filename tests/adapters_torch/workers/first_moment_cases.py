@@ -104,8 +104,9 @@ class Linear(nn.Module):
 
 @case
 def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment():
-    """Whether entries are selected from the first step on or later, and whether a beta1 is scheduled or not."""
-    for way, begin, factor in itertools.product("ab", (0, 4), (1.0, 0.98)):
+    """Whether entries are selected from the first step on or later, and whether beta1 stays, falls, or pauses at 0."""
+    for way, begin, kind in itertools.product("ab", (0, 4), ("stays", "falls", "pauses")):
+        factor = 0.98 if kind == "falls" else 1.0
         model = Linear()
         options = {**HALF, "min_numel": 100, "small": "float32", "values": "float16", "rampup_begin_step": begin}
         optimizer, compression = wrap(way, model, adamw(model.parameters()), **options)
@@ -114,6 +115,8 @@ def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment():
         moments = [torch.zeros_like(p) for p in model.parameters()]
         corrected = [torch.zeros_like(p) for p in model.parameters()]
         for step in range(12):
+            if kind == "pauses":
+                optimizer.param_groups[0]["betas"] = (0.0 if 5 <= step < 8 else 0.9, 0.99)
             beta1 = optimizer.param_groups[0]["betas"][0]
             optimizer.zero_grad()
             model.loss(step).backward()
@@ -135,7 +138,7 @@ def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment():
         residual = hvd.allreduce(compression.state_dict()["parameters"]["weight"]["v"])
         torch.testing.assert_close(sums[0] + residual.view(40, 20), expected[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(sums[1], expected[1], rtol=1e-4, atol=1e-4)
-        if factor == 1.0:
+        if kind == "stays":
             torch.testing.assert_close(corrected[1], moments[1] / (1 - 0.9**12), rtol=1e-4, atol=1e-5)
 
 

@@ -1,0 +1,88 @@
+"""What ``compression.close()`` leaves behind, with dgc's optimizer and with DDP's hook, under torchrun."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from adapters_torch.torchrun_tools import digest, loss_of, make_model, on_every_rank
+from torch.nn.parallel import DistributedDataParallel
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def closed(front):
+    """The module, what was trained, and its optimizer, after three steps and ``close()`` in the middle of a fourth."""
+    module = make_model()
+    optimizer, compression = sgd(module), dgc.Compression.dgc(sparsity=0.9)
+    if front == "hook":
+        model = DistributedDataParallel(module)
+        dgc.ddp.register(model, optimizer, compression)
+    else:
+        model = module
+        optimizer = dgc.DistributedOptimizer(optimizer, module.named_parameters(), compression=compression)
+    train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    compression.close()
+    optimizer.zero_grad()
+    return module, model, optimizer
+
+
+@case
+def the_model_trains_as_one_that_was_never_compressed():
+    """By itself on each rank, and averaged by DDP."""
+    for front in ("dgc", "hook"):
+        for wrap in (lambda module: module, DistributedDataParallel):
+            module, _, _ = closed(front)
+            never = copy.deepcopy(module)
+            for each in (module, never):
+                train(wrap(each), sgd(each), range(4, 8))
+            assert digest(module) == digest(never), front
+
+
+@case
+def another_compressor_may_follow():
+    for front in ("dgc", "hook"):
+        module, _, _ = closed(front)
+        compression = dgc.Compression.dgc(sparsity=0.9)
+        optimizer = dgc.DistributedOptimizer(sgd(module), module.named_parameters(), compression=compression)
+        train(module, optimizer, range(4, 8))
+        assert compression.stats.steps == 4
+        compression.close()
+
+
+@case
+def the_hooks_optimizer_is_a_plain_one_again():
+    module, _, optimizer = closed("hook")
+    never = copy.deepcopy(module)
+    train(module, optimizer, range(4, 8))
+    train(never, sgd(never), range(4, 8))
+    assert digest(module) == digest(never)
+
+
+@case
+def gradients_that_nobody_averages_are_an_error():
+    module, _, optimizer = closed("dgc")
+    before = digest(module)
+    on_every_rank(dgc.ConfigError, "was closed.*build a new optimizer", lambda: train(module, optimizer, range(4, 5)))
+    assert digest(module) == before
+    module, ddp, _ = closed("hook")
+    on_every_rank(dgc.TransportError, "was closed", lambda: loss_of(ddp, 4).backward())
+    assert digest(module) == before
+
+
+if __name__ == "__main__":
+    run_cases()
