@@ -1,12 +1,12 @@
-"""What the compressor applies in an optimizer's place: SGD's momentum and decay, the first moment of Adam and its kin.
+"""Adopt SGD's momentum and decay, or the first moment of Adam and its kin: the compressor applies them instead.
 
-The user's optimizer line stays as it is, and so do its groups: the compressor reads them at the beginning of every
-step, so that a scheduler, a loaded state or a value set by hand is followed. While the optimizer updates the
-parameters they hold 0, so that nothing is applied twice. SGD's ``momentum_buffer`` becomes the compressor's u.
+The user's optimizer line stays as it is, and so do its groups. The compressor reads them at the beginning of every
+step, and follows a scheduler, a loaded state or a value set by hand. While the optimizer updates the parameters the
+groups hold 0, so that nothing is applied twice. SGD's ``momentum_buffer`` becomes the compressor's u.
 
-Adam's second moment must see gradients, not their running mean, so its ``beta1`` is taken only from the first step on
-in which entries are selected; every step before that is Adam's own. ``exp_avg`` becomes u then, which holds the mean
-with its bias corrected: see :mod:`dgc.core.config`.
+Adam's second moment must see gradients, not their running mean. ``beta1`` is therefore adopted in the first step that
+selects entries; the steps before are Adam's own. ``exp_avg`` becomes u then, with its bias corrected: see
+:mod:`dgc.core.config`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
 from dgc.torch.tensors import as_array, local
 
+# Optimizers whose first moment is a running mean of gradients, ``exp_avg``, and which divide by another one.
 _MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-"""Optimizers whose first moment is a running mean of gradients, ``exp_avg``, and which divide by another one."""
 
 _LEFT = (
     "{0} has a step() of its own: its momentum stays in it, so that the step sees gradients as in dense training, and "
     "the compressor does plain error feedback. If the step leaves gradients and momentum to torch.optim.SGD, momentum "
-    "correction is to be had with momentum=0 and weight_decay=0 in {0}, and both in the compressor"
+    "correction needs momentum=0 and weight_decay=0 in {0}, and both in the compressor"
 )
 _MOMENT_LEFT = (
     "{0} has a step() of its own: its first moment stays in it, so that the step sees gradients as in dense training, "
@@ -43,14 +43,14 @@ _DECAY_LEFT = (
     "applies: it is weaker than in torch.optim.SGD, a tenth at momentum 0.9. Give weight_decay= to the compressor, and "
     "0 to {0}"
 )
+# Packages that define a step() of SGD, or of a wrapper of it, which is known to do nothing else with gradients.
 _KNOWN_STEPS = ("torch", "horovod", "dgc")
-"""Packages whose steps of SGD and of what wraps it are known to do nothing else with gradients."""
 
 _VARIANTS = {"dampening": "set dampening=0", "maximize": "minimise the negative loss"}
 _READ = ("momentum", "weight_decay", "nesterov", *_VARIANTS)
 
+# Parameters of a group that the compressor has, each with its index.
 Members = list[tuple[torch.Tensor, int]]
-"""Parameters of a group that the compressor has, each with its index."""
 
 
 class Adoption:
@@ -70,7 +70,7 @@ class Adoption:
         config: DGCConfig,
         exchange: Exchange,
     ) -> None:
-        """Read what the optimizer's groups hold now; they are not changed.
+        """Read the optimizer's groups, without a change to them.
 
         Options of ``config`` that are not None are used instead of adopting. The u of ``exchange`` takes over momentum;
         a group of which it selects no entries keeps its beta1.
@@ -116,12 +116,12 @@ class Adoption:
                 warn_of_first_moment(name, first, config.momentum)
 
     def read(self, optimizer: torch.optim.Optimizer, step: int | None = None, *, anew: bool = False) -> None:
-        """Follow what the groups of the optimizer hold that steps the parameters; errors are the constructor's.
+        """Read the options of the optimizer's groups, while they are shown; errors are the constructor's.
 
-        Call it while the options are shown.
-
-        The step that begins is None at construction, when no first moment is taken yet; ``anew`` says whether a state
-        was loaded into the optimizer or the compressor since the last one.
+        Args:
+            optimizer: the one that steps the parameters.
+            step: the number of the step that begins; None at construction, when no first moment is adopted yet.
+            anew: whether a state was loaded into the optimizer or the compressor since the last step.
         """
         if anew:
             self._settled.clear()
@@ -142,11 +142,11 @@ class Adoption:
 
     @property
     def has_velocity(self) -> bool:
-        """Whether results hold momentum or decay that the compressor applies."""
+        """Whether results hold momentum or decay of the compressor."""
         return max(self.hyper.momentum, default=0.0) > NO_MEMORY or any(self.hyper.weight_decay)
 
     def index_of(self, parameter: torch.Tensor) -> int | None:
-        """The parameter's index in the layout, or None."""
+        """Return the parameter's index in the layout, or None."""
         return self._index.get(id(parameter))
 
     # -- around the optimizer's update ---------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Adoption:
                 self.hide(optimizer)
 
     def show(self) -> None:
-        """Give the groups back what :meth:`hide` took; what was set in them meanwhile stays."""
+        """Undo :meth:`hide`, except for options that were set in the groups since."""
         hidden, self._hidden = self._hidden, {}
         for group, own in hidden.values():
             for option, value in own.items():
@@ -188,7 +188,7 @@ class Adoption:
                     group[option] = value
 
     def refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer whose gradients hold momentum or decay of the one that was bound, or will hold them."""
+        """Refuse an optimizer that was not bound, if results hold momentum or decay of the bound one, or will."""
         hyper = self.hyper
         for _, ours in self._groups(optimizer):
             for _, i in ours:
@@ -203,11 +203,11 @@ class Adoption:
     # -- the optimizer's state -----------------------------------------------------------------------------------
 
     def absorb(self, optimizer: torch.optim.Optimizer, *, restored: bool) -> bool:
-        """Turn the optimizer's momentum into u: SGD's buffers wherever there are any, first moments where u begins.
+        """Turn the optimizer's momentum into u: SGD's buffers in any step, first moments in the step that adopts them.
 
-        Call it after :meth:`read`. SGD's buffers are taken out of its state; first moments stay, and are overwritten.
-        Where a state was loaded into the optimizer alone (``restored``), buffers that are all zero count as well, as
-        ``hvd.broadcast_optimizer_state`` makes them where there were none. Returns whether any other value became u.
+        Call it after :meth:`read`. SGD's buffers are taken out of its state; first moments stay and are overwritten.
+        If a state was loaded into the optimizer only (``restored``), u takes over buffers of zeros, too:
+        ``hvd.broadcast_optimizer_state`` makes such buffers. Returns whether u took over any other value than 0.
         """
         if not self.active or not optimizer.state:
             return False
@@ -231,7 +231,7 @@ class Adoption:
         return moves
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-        """By parameter, the ``exp_avg`` that Adam would have, from this rank's u: :meth:`absorb` read backwards."""
+        """Return by parameter the ``exp_avg`` that Adam would have, from this rank's u: :meth:`absorb` inverted."""
         saved: dict[torch.Tensor, torch.Tensor] = {}
         for group, ours in self._groups(optimizer) if self._averages else ():
             for p, i in ours if self._has_moment(ours) else ():
@@ -244,7 +244,7 @@ class Adoption:
         return saved
 
     def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
-        """Delete entries of the optimizer's state in which nothing is left: Horovod takes them for a state."""
+        """Delete empty entries of the optimizer's state: Horovod takes them for a state."""
         if not optimizer.state:
             return
         for _, ours in self._groups(optimizer):
@@ -255,7 +255,7 @@ class Adoption:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Members]]:
-        """Those with parameters of the compressor, which are looked up again only in a list that has changed."""
+        """List the groups that have parameters of the compressor; a list of parameters is searched once per change."""
         groups = []
         for group in optimizer.param_groups:
             parameters = group["params"]
@@ -271,14 +271,14 @@ class Adoption:
         return groups
 
     def _has_moment(self, ours: Members) -> bool:
-        """Whether the compressor has the first moment of a group now: of all its parameters, or of none."""
+        """Return whether the compressor has adopted the first moment of a group: of all its parameters, or of none."""
         return self._steps is not None and self._will_have_moment(ours)
 
     def _will_have_moment(self, ours: Members) -> bool:
         return self._exchange.selects_from is not None and any(i in self._sparsified for _, i in ours)
 
     def _without_first(self, betas: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Adam's betas as it sees them: 0 in the place of beta1, and after a while with ``steps=`` a longer memory."""
+        """Return the betas that Adam gets: beta1 is 0, and with ``steps=`` beta2 grows late in the training."""
         first, second = betas
         least = self._config.least_beta2(self._step)
         if isinstance(first, torch.Tensor):
@@ -347,7 +347,7 @@ def _steps_of(state: Mapping[str, Any]) -> int:
 
 
 def has_moments(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether it is Adam or one of its kin, or shards one."""
+    """Return whether an optimizer is Adam or one of its kin, or shards one."""
     return issubclass(updating_class(optimizer), _MOMENTS)
 
 
@@ -362,31 +362,28 @@ def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether it is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
+    """Return whether an optimizer is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
     return issubclass(updating_class(optimizer), torch.optim.SGD)
 
 
 def has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether a user's subclass has a ``step()``, which may do anything with gradients before it updates.
-
-    So may ``_init_group()``, which collects them.
-    """
+    """Return whether a user's subclass has its own ``step()`` or ``_init_group()``, which may change gradients."""
     steps = (vars(cls).get(name) for cls in updating_class(optimizer).__mro__ for name in ("step", "_init_group"))
     modules = (str(getattr(step, "__module__", None)) for step in steps if step is not None)
     return any(module.partition(".")[0] not in _KNOWN_STEPS for module in modules)
 
 
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each rank updates some parameters alone (``ZeroRedundancyOptimizer``)."""
+    """Return whether each rank updates a share of the parameters (``ZeroRedundancyOptimizer``)."""
     return updating_class(optimizer) is not type(optimizer)
 
 
 def updating_class(optimizer: torch.optim.Optimizer | None) -> type:
-    """The class that updates parameters: of a sharded optimizer, that of its shards."""
+    """Return the class that updates parameters; for a sharded optimizer the class of its shards."""
     sharded = getattr(optimizer, "optimizer_class", None)
     return sharded if isinstance(sharded, type) else type(optimizer)
 
 
 def is_empty(entry: object) -> bool:
-    """Whether an entry of an optimizer's state holds nothing."""
+    """Return whether an entry of an optimizer's state holds nothing."""
     return isinstance(entry, dict) and all(value is None for value in entry.values())

@@ -138,7 +138,7 @@ class CompressionState(Joinable):
             weakref.finalize(self, self._front_end.end).atexit = False
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Hand over a bucket's gradients; with the last one wait for the results of all."""
+        """Hand over a bucket's gradients; with the last bucket wait for all results."""
         if self._optimizer is None:
             raise ConfigError(
                 "the hook has no optimizer, whose momentum would be applied twice: give it as "
@@ -184,7 +184,7 @@ class CompressionState(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Join asks the first of its list alone, and that must be the model.
+        """Refuse to come first in the list of ``Join``, which asks its first member; the model must.
 
         Raises:
             ConfigError: always.
@@ -193,11 +193,11 @@ class CompressionState(Joinable):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:
-        """The model's."""
+        """The process group of the model."""
         return dist.group.WORLD if self._group is None else self._group
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """What a rank without data does after DDP's own hook: the update.
+        """Return the hook with which a rank without data makes the others' updates, after DDP's own hook.
 
         Raises:
             ConfigError: an option of Join that changes what the compressor computes, or a GradScaler.
@@ -401,7 +401,7 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
 
 
 def _in_strides_of(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as DDP has laid it out: in its parameter's strides, where these leave no gaps.
+    """Return a gradient in its parameter's strides, if these leave no gaps: DDP lays buckets out like this.
 
     ``GradBucket.gradients()`` reads each place of the bucket as if it were contiguous.
     """
@@ -415,7 +415,7 @@ def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:
 
 
 def _is_changed(p: torch.Tensor, values: torch.Tensor, scale: LossScale) -> bool:
-    """Whether a gradient is not the result any more; a GradScaler may have divided it by its scale."""
+    """Return whether a gradient is not the result any more; a GradScaler may have divided it by its scale."""
     if p.grad is None:
         return False
     now, divisor = scattered_values(p.grad), scale() if callable(scale) else scale
@@ -434,8 +434,8 @@ def _require_same_size() -> None:
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
+# In a checkpoint's directory of Hugging Face's Trainer.
 _FILE = "compression.pt"
-"""In a checkpoint's directory of Hugging Face's Trainer."""
 
 
 def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor) -> "transformers.TrainerCallback":

@@ -1,9 +1,8 @@
-"""Torch tensors as the core sees them: flat views where the memory allows it, copies where not.
+"""Turn torch tensors into the flat arrays of the core: views where the memory allows it, else copies.
 
-A tensor on a GPU is handed over by its address. The kernels run on a stream of their own: what the framework's current
-stream did to a gradient before it was submitted is over when they read it, and the framework's stream waits for them
-before the results are used. The host waits for neither. Where the kernels cannot work on it, it passes through host
-memory.
+A tensor on a GPU is handed over by its address. The kernels run on a stream of their own. They wait for the work that
+torch's current stream had at the time of the submission, and torch's stream waits for them before the results are
+used. The host waits for neither. A GPU that the kernels cannot use passes its tensors through host memory.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from dgc.adapter.agreement import sample_places
 from dgc.adapter.checks import warn_once
@@ -40,13 +40,13 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a ``DTensor``, as FSDP2 makes of parameters and gradients."""
+    """Return whether a tensor is a ``DTensor``: FSDP2 makes these of parameters and gradients."""
     module = sys.modules.get("torch.distributed.tensor")  # slow to import; where it was not, there is none
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a ``DTensor`` on this rank, in the same memory; any other tensor itself."""
+    """Return this rank's shard of a ``DTensor``, in the same memory; any other tensor itself."""
     if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -55,20 +55,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def set_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Let a tensor have the memory of another of its shape."""
+    """Point a tensor at the memory of another one of its shape."""
     tensor.set_(other)  # type: ignore[call-overload]
 
 
 def describe(name: str, tensor: torch.Tensor) -> Parameter:
-    """A parameter, or this rank's shard, as the core lists it; types that the core refuses keep torch's name."""
+    """Describe a parameter, or this rank's shard, for the core; types that the core refuses keep torch's name."""
     dtype = _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     return Parameter(name, tuple(local(tensor).shape), dtype)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's values in logical order as (numel,): a view where memory, device and type allow, else a copy.
+    """Return the tensor's values in logical order, (numel,): a view where memory, device and type allow, else a copy.
 
-    bfloat16, which NumPy does not know, comes as a float32 copy.
+    NumPy does not know bfloat16, which becomes a float32 copy.
     """
     flat = tensor.detach()
     if flat.dtype is torch.bfloat16:
@@ -79,15 +79,15 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def staging(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Page-locked memory, (n,), out of torch's own pool: a GPU copies to and from it without the processor's help."""
+    """Return page-locked memory, (n,), from torch's pool: a GPU copies to and from it without the processor."""
     return torch.empty(n, dtype=dtype, pin_memory=True)
 
 
 @dataclass(slots=True)
 class Result:
-    """Where one parameter's result goes: ``array`` is written by the core, ``deliver()`` brings it to the tensor.
+    """Where one parameter's result goes: the core writes ``array``, and ``deliver()`` copies it to the tensor.
 
-    ``place`` is the tensor whose memory ``array`` is, where that is neither ``tensor`` nor NumPy's.
+    ``place`` is the tensor that owns the memory of ``array``, if that is neither ``tensor`` nor a NumPy array.
     """
 
     tensor: torch.Tensor
@@ -105,11 +105,10 @@ class Result:
 
 
 class Places:
-    """Where results may be written: where their gradients are, except where two gradients share memory.
+    """Chooses the memory of results: that of their gradients, unless two gradients share memory.
 
-    Autograd gives two parameters views of one tensor in ``a.view(s) + b.view(s)``, say: the first result would
-    overwrite the second gradient. Which share shows in the first step, in which every result has memory of its own
-    until the step ends.
+    For ``a.view(s) + b.view(s)`` autograd gives two parameters views of one tensor: the first result would overwrite
+    the second gradient. In the first step every result has memory of its own, and this class notes who shares.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
@@ -128,9 +127,9 @@ class Places:
         self._apart.clear()
 
     def end(self) -> None:
-        """A step has ended well: results that need no memory of their own move to where their gradients are.
+        """After the first step: move results that need no memory of their own to their gradients.
 
-        Gradients may be views of one buffer, which their owner clears as a whole.
+        Gradients may be views of one buffer, which its owner clears at once.
         """
         self._first = False
         for index, gradient, result in self._apart:
@@ -140,7 +139,7 @@ class Places:
         self._apart.clear()
 
     def place(self, index: int, gradient: torch.Tensor) -> torch.Tensor | LayoutError:
-        """A tensor of the gradient's shape for its result, or the error, for all ranks, that it cannot be used."""
+        """Return a tensor of the gradient's shape for its result, or the error why the gradient cannot be used."""
         name, parameter, built = self._names[index], self._parameters[index], self._types[index]
         if index in self._sharing:
             parameter = local(parameter)
@@ -174,7 +173,7 @@ class Places:
 
 
 def samples(tensor: torch.Tensor) -> np.ndarray:
-    """(at most 8,) float64: a few values, spread over a tensor, to compare it between ranks."""
+    """Return (at most 8,) float64: a few values, spread over a tensor, to compare it between ranks."""
     values = local(tensor).detach()
     places = torch.from_numpy(sample_places(values.numel())).to(values.device)
     return values.take(places).to(torch.float64).cpu().numpy()
@@ -187,9 +186,9 @@ def sum_of_bits(tensor: torch.Tensor) -> int:
 
 
 def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
-    """(at most 1024,) A copy of values from all over a tensor, made without waiting for its device.
+    """Return a copy of values from all over a tensor, (at most 1024,), without waiting for its device.
 
-    Their places keep to no rhythm, as rows, columns and pruned weights do: multiples of the golden ratio, modulo 1.
+    Their places, multiples of the golden ratio modulo 1, follow no pattern of rows, columns or pruned weights.
     """
     tensor = local(tensor)
     count = tensor.numel()
@@ -200,18 +199,18 @@ def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> np.ndarray:
-    """(at most 9,) float64: :func:`samples` of a tensor and its L2 norm, which a change of any part of it moves."""
+    """Return (at most 9,) float64: :func:`samples` of a tensor and its L2 norm."""
     return np.append(samples(tensor), float(torch.linalg.vector_norm(local(tensor).detach().float())))
 
 
 # -- on the host or on a GPU -----------------------------------------------------------------------------------------
 
+# Types in which the core writes results.
 _NATIVE = frozenset((torch.float32, torch.float64))
-"""Types of NumPy's that the core writes results in."""
 
 
 class HostTensors:
-    """How tensors become the arrays that ``kernels`` work on; here views of CPU tensors, and copies of all others."""
+    """Turns tensors into the arrays that ``kernels`` work on: views of CPU tensors, copies of all others."""
 
     kernels: Kernels
 
@@ -219,11 +218,11 @@ class HostTensors:
         self.kernels = choose_kernels("cpu")
 
     def array(self, tensor: torch.Tensor) -> Array:
-        """The tensor's values in logical order as a 1-D array, without a copy where the memory allows."""
+        """Return the tensor's values in logical order as a 1-D array, without a copy where the memory allows it."""
         return as_array(tensor)
 
     def result(self, tensor: torch.Tensor) -> Result:
-        """Where the core writes what is to come to ``tensor``: into itself where it can, else an array of float32."""
+        """Return where the core writes the result for ``tensor``: into its own memory if it can, else a wider array."""
         # Each call of torch's costs a microsecond, which tells with thousands of small gradients.
         flat = tensor.detach() if tensor.requires_grad else tensor
         if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
@@ -234,16 +233,16 @@ class HostTensors:
         return Result(tensor, place.numpy(), limit, False)
 
     def ready(self) -> Ready | None:
-        """What tells the kernels when they may read what was made so far; None for always. See ``Submission``."""
+        """Return what tells the kernels when gradients may be read; None for at once. See ``Submission``."""
         return None
 
     def release(self) -> None:
-        """Let the framework's stream wait for everything that the kernels were given."""
+        """Let torch's stream wait for all work that the kernels were given."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """An event of the framework, kept alive until it has been waited for; ``handle`` is CUDA's."""
+    """A torch event, kept alive until it has been waited for."""
 
     event: torch.cuda.Event
 
@@ -255,7 +254,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Ready:
-    """A stream on which gradients are made, by handle, and what records an event there."""
+    """A stream on which gradients are made, by its handle, and a function that records an event there."""
 
     stream: int
     record: Callable[[], Recorded]
@@ -268,7 +267,7 @@ class TorchStreams:
         self.device = device
 
     def ready(self) -> Ready:
-        """The current stream, for an event that stands behind what it was given so far."""
+        """Return the current stream, to record an event after the work that it has now."""
         stream = torch.cuda.current_stream(self.device)
         return Ready(int(stream.cuda_stream), partial(self._record, stream))
 
@@ -286,7 +285,7 @@ class TorchStreams:
         return torch.cuda.is_current_stream_capturing()
 
     def keep_for(self, tensor: torch.Tensor, stream: int) -> None:
-        """Memory of ours is used by another stream, by handle: it is handed out again when that is through, too."""
+        """Keep memory that another stream, by its handle, uses from being reused before that stream is done."""
         tensor.record_stream(torch.cuda.ExternalStream(stream, device=self.device))  # type: ignore[arg-type]
 
     def allocate(self, nbytes: int, stream: int) -> int:
@@ -310,13 +309,15 @@ class DeviceTensors(HostTensors):
         # Two pools would keep memory from each other that neither uses.
         kernels.device.allocate_with(streams.allocate, streams.free)
 
-    def array(self, tensor: torch.Tensor) -> Array:  # noqa: D102
+    @override
+    def array(self, tensor: torch.Tensor) -> Array:
         flat = tensor.detach().reshape(-1).contiguous()  # a copy, on the framework's stream, only of strided tensors
         if not tensor.is_contiguous():
             self._streams.keep_for(flat, self.kernels.device.stream)
         return self._view(flat)
 
-    def result(self, tensor: torch.Tensor) -> Result:  # noqa: D102
+    @override
+    def result(self, tensor: torch.Tensor) -> Result:
         flat = tensor.detach()
         if flat.dtype in _NATIVE and flat.is_contiguous():
             return Result(tensor, self._view(flat.view(-1)), None, True)
@@ -327,7 +328,8 @@ class DeviceTensors(HostTensors):
         self._streams.keep_for(place, self.kernels.device.stream)
         return Result(tensor, self._view(place), limit, False, place)
 
-    def ready(self) -> Ready:  # noqa: D102
+    @override
+    def ready(self) -> Ready:
         if self._streams.capturing():
             raise ConfigError(
                 "gradients are exchanged while a CUDA graph is captured, and messages cannot be replayed: capture "
@@ -335,7 +337,8 @@ class DeviceTensors(HostTensors):
             )
         return self._streams.ready()
 
-    def release(self) -> None:  # noqa: D102
+    @override
+    def release(self) -> None:
         if not self._streams.capturing():  # a step that was refused for that: nothing was begun
             self.kernels.device.release_to(self._streams.current())
 
@@ -344,10 +347,9 @@ class DeviceTensors(HostTensors):
 
 
 def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> HostTensors:
-    """Work on the GPU when all parameters lie on one and CuPy can use it, else on the host.
+    """Choose the GPU if all parameters lie on one and CuPy can use it, else the host.
 
-    Parameters on a GPU whose gradients have to pass through the host are worth one warning, which says why: every
-    gradient is then copied, and the host waits for it.
+    If gradients on a GPU have to pass through the host, one warning says why: each is copied, and the host waits.
     """
     devices = {p.device for p in parameters}
     if all(device.type == "cpu" for device in devices):
