@@ -125,6 +125,31 @@ def a_velocity_is_never_taken_for_a_gradient():
 
 
 @case
+def a_backward_pass_after_step_adds_to_no_velocity():
+    def backward_again(model, optimizer):
+        loss_of(model, 1).backward()
+        optimizer.step()
+
+    for way in "ab":
+        require_error(way, VELOCITY, backward_again, **EXACT)
+
+
+@case
+def nor_in_a_model_of_one_parameter():
+    model = torch.nn.Linear(16, 16, bias=False)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer, compression = wrap("b", model, sgd(model), **EXACT)
+    for number in range(3):
+        optimizer.zero_grad(set_to_none=number == 1)  # both ways of clearing are right
+        model(torch.ones(2, 16)).square().sum().backward()
+        optimizer.step()
+    before = flat(model).clone()
+    on_every_rank(ConfigError, VELOCITY, lambda: model(torch.ones(2, 16)).sum().backward())
+    assert torch.equal(flat(model), before)
+    compression.close()
+
+
+@case
 def entries_that_were_not_written_cannot_be_found_again():
     for way in "ab":
         require_error(way, UNWRITTEN, step_again, steps=4, optimizers=0.0, **SPARSE)
