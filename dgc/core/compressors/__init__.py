@@ -1,4 +1,4 @@
-"""The compressors by name, and from a user's keyword options to a validated config."""
+"""Find compressors by name, and turn a user's keyword options into a checked config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from dgc.core.checks import plain, require_choice, require_unused
-from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS
+from dgc.core.codecs import FREE_NUMBERS, INDEX_CODECS, VALUE_CODECS
 from dgc.core.compressors.base import (
     Algorithm,
     BucketSpec,
@@ -39,30 +39,15 @@ __all__ = [
 ]
 
 OWN_NUMBERS = range(1, 128)
-FREE_NUMBERS = range(128, 256)
-
-_ROWS: tuple[type[Algorithm], ...] = (
-    DGC,
-    Topk,
-    Strom,
-    Dryden,
-    Adacomp,
-    Onebit,
-    Qsgd,
-    Terngrad,
-    Dorefa,
-)
 
 _BY_NAME: dict[str, type[Algorithm]] = {}
 
 
 def register(algorithm: type[Algorithm], *, numbers: range = FREE_NUMBERS) -> type[Algorithm]:
-    """Add a compressor, so that ``Compression.<name>`` has it in every framework; usable as a decorator.
-
-    Every rank must register the same ones.
+    """Add a compressor, which is then ``Compression.<name>``; usable as a decorator. Call it on every rank.
 
     Raises:
-        ConfigError: name or number are taken, or the number is outside of ``numbers``.
+        ConfigError: name or number are taken, or the number is not one of ``numbers``.
     """
     taken = {other.name: other.number for other in _BY_NAME.values()}
     name, number = algorithm.name, algorithm.number
@@ -71,12 +56,12 @@ def register(algorithm: type[Algorithm], *, numbers: range = FREE_NUMBERS) -> ty
     return algorithm
 
 
-for _row in _ROWS:
-    register(_row, numbers=OWN_NUMBERS)
+for _own in (DGC, Topk, Strom, Dryden, Adacomp, Onebit, Qsgd, Terngrad, Dorefa):
+    register(_own, numbers=OWN_NUMBERS)
 
 
 def compressor_names() -> tuple[str, ...]:
-    """Names of all compressors."""
+    """Return the names of all compressors."""
     return tuple(_BY_NAME)
 
 
@@ -84,7 +69,7 @@ def compressor_class(name: str) -> type[Algorithm]:
     """Return the compressor of this name.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: there is none; the message lists all names.
     """
     if not isinstance(name, str) or name not in _BY_NAME:
         raise ConfigError(f"there is no compressor {name!r}; choose one of {', '.join(_BY_NAME)}")
@@ -92,14 +77,14 @@ def compressor_class(name: str) -> type[Algorithm]:
 
 
 def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str | None = None) -> DGCConfig:
-    """Build the config of a compressor from its keyword options, shared ones and its own; errors name the ``owner``.
+    """Return the config of a compressor from its keyword options; errors name the ``owner``.
 
     Raises:
-        TypeError: an option is unknown, or one of another compressor; the message lists the valid ones.
+        TypeError: the compressor does not have an option; the message lists the valid ones.
         ConfigError: a value is out of range, or there is no such compressor.
 
     Warns:
-        RuntimeWarning: there are several sparsities, and no number of steps for them.
+        RuntimeWarning: there are several sparsities, but no ``rampup_step``.
     """
     row = compressor_class(algorithm)
     own = [f.name for f in dataclasses.fields(row.Options)]
@@ -129,6 +114,6 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
 
 
 def leaves_zeros(config: DGCConfig) -> bool:
-    """Whether most of what a compressor makes of a gradient may be exactly 0."""
+    """Whether most entries of a compressor's results may be exactly 0."""
     row = compressor_class(config.algorithm)
     return row.sends_entries and (not row.scheduled or any(config.sparsity))

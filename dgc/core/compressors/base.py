@@ -1,9 +1,9 @@
-"""What a compressor is: a class with a row of facts about it, that turns a bucket into bytes and bytes into a bucket.
+"""The base class of compressors: a few facts, and methods that turn a bucket into bytes and back.
 
-Everything around it is common: momentum correction, clipping, warm-up, error feedback, refused steps, transport and
-the adapters. ``docs/add-a-compressor.md`` has a complete one.
+All compressors share the rest: momentum correction, clipping, warm-up, error feedback, refused steps, transports and
+adapters. ``docs/add-a-compressor.md`` has a complete example.
 
-Letters: n elements of one tensor, N elements of a bucket's flat space (padding included, which is 0), P ranks.
+Letters: n elements of one tensor, N elements of a bucket's flat space (its padding is 0), P ranks.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """What all ranks know about a bucket at one density before anything is encoded."""
+    """A bucket at one density, as all ranks know it before anything is encoded."""
 
     bucket: Bucket
     tensors: tuple[Tensor, ...]
-    density: float  # share of entries that the schedule allows; 1 for compressors without one
+    density: float  # share of entries to send by the schedule; 1 for compressors without one
     total: int  # elements of all buckets together
 
     @property
@@ -69,27 +69,30 @@ class BucketSpec:
 
 @dataclass
 class StepInfo:
-    """What differs from step to step and from rank to rank."""
+    """What differs from step to step and from rank to rank.
+
+    Attributes:
+        thresholds: (S, c) float64, numbers of the compressor that a checkpoint keeps; NaN at first.
+        shared: the largest numbers that :meth:`Algorithm.prepare` returned on any rank.
+        increment: (N,) what this step added to x; only for compressors with ``needs_increment``.
+    """
 
     step: int
     rank: int
     seed: int
-    # (S, c) float64: memory of the bucket that is part of a checkpoint; NaN before anything was written there.
     thresholds: np.ndarray
-    # What :meth:`Algorithm.prepare` returned, the largest of all ranks.
     shared: np.ndarray = field(default_factory=lambda: np.empty(0))
-    # (N,) what this step added to x; only for algorithms with ``needs_increment``.
     increment: np.ndarray | None = None
 
     def key(self, tensor: str) -> np.uint64:
-        """Key of this rank's random numbers for a tensor in this step."""
+        """Return the key of this rank's random numbers for a tensor in this step."""
         text = f"{self.seed} {self.rank} {self.step} {tensor}"
         return np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
 @dataclass
 class SparseValues:
-    """A decoded message of some entries: (k,) int64 ascending positions in the bucket, and (k,) values."""
+    """A decoded message of selected entries: (k,) int64 ascending positions in the bucket, and (k,) values."""
 
     positions: np.ndarray
     values: np.ndarray
@@ -103,31 +106,39 @@ class DenseValues:
 
 
 class Algorithm(ABC):
-    """One compressor. An object serves all buckets of a model on one rank; two threads never call it at once.
+    """One compressor. An object serves all buckets of a model on one rank; only one thread calls it at a time.
 
-    A subclass sets the facts and writes :meth:`max_bytes`, :meth:`encode` and :meth:`decode`, or derives from
-    :class:`PerTensor` and writes those of one tensor.
+    A subclass sets the facts and implements :meth:`max_bytes`, :meth:`encode` and :meth:`decode`; or it derives from
+    :class:`PerTensor` and implements these for one tensor.
+
+    Attributes:
+        number: in the header of messages: 1 to 127 for this package, 128 to 255 for others.
+        bits: bits on the wire, in words, for the table of compressors.
+        error_feedback: whether the part of x that a message leaves out stays in a residual.
+        unbiased: whether decoded values equal x on average, by random rounding; then there is the option ``seed``.
+        sends_entries: whether messages hold selected entries; then there is the option ``momentum_masking``.
+        scheduled: whether there are the options ``sparsity`` and ``rampup_step``.
+        coded: whether there are the options ``indices`` and ``values``.
+        needs_increment: whether :meth:`encode` needs ``info.increment``.
+        shares: whether :meth:`prepare` returns numbers of which all ranks need the largest.
+        Options: a frozen dataclass of the compressor's own options.
     """
 
     name: ClassVar[str]
-    # In the header of its messages: 1 to 127 are this package's, 128 to 255 anybody's.
     number: ClassVar[int]
     source: ClassVar[str]
-    bits: ClassVar[str]  # bits on the wire, in words, for the table
-    error_feedback: ClassVar[bool]  # whether what a message does not say stays in a residual
-    # Whether the expectation of what is decoded is what was encoded; random numbers do that: it has ``seed``.
+    bits: ClassVar[str]
+    error_feedback: ClassVar[bool]
     unbiased: ClassVar[bool] = False
-    # Whether messages hold some entries (:class:`SparseValues`); momentum factor masking is for those.
     sends_entries: ClassVar[bool] = False
-    scheduled: ClassVar[bool] = False  # whether it has the options ``sparsity`` and ``rampup_step``
-    coded: ClassVar[bool] = False  # whether it has the options ``indices`` and ``values``
-    needs_increment: ClassVar[bool] = False  # whether :meth:`encode` needs ``info.increment``
-    # Whether :meth:`prepare` has numbers of which all ranks need the largest.
+    scheduled: ClassVar[bool] = False
+    coded: ClassVar[bool] = False
+    needs_increment: ClassVar[bool] = False
     shares: ClassVar[bool] = False
-    Options: ClassVar[Any] = NoOptions  # frozen dataclass of the compressor's own options
+    Options: ClassVar[Any] = NoOptions
 
     def __init__(self, config: DGCConfig) -> None:
-        """Keep the options: ``self.options`` are the compressor's own, ``self.config`` all of them."""
+        """Keep all options as ``self.config``, and the compressor's own as ``self.options``."""
         self.config = config
         self.options = config.own
 
@@ -135,7 +146,7 @@ class Algorithm(ABC):
 
     @classmethod
     def common_options(cls) -> list[str]:
-        """Names of the shared options that this compressor has."""
+        """Return the names of the shared options that this compressor has."""
         names = list(COMMON)
         if cls.error_feedback:
             names += FEEDBACK
@@ -151,41 +162,41 @@ class Algorithm(ABC):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Defaults of the shared options where they are not those of ``dgc``: nothing is adopted unless asked."""
+        """Return the defaults that differ from those of ``dgc``; no momentum is taken from the optimizer."""
         return {"momentum": 0.0, "momentum_masking": False, "sparsity": 0.0, "small": "float32"}
 
     @classmethod
     def is_plain_selection(cls, config: DGCConfig) -> bool:
-        """Whether the selection of the k largest entries, which needs no algorithm, does it all."""
+        """Whether the compressor just selects the k largest entries, which the exchange does without it."""
         return False
 
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
-        """Numbers of the index and value codec in the header."""
+        """Return the numbers of the index and the value codec for the header."""
         return 0, 0
 
     @classmethod
     def sends_all(cls, density: float) -> bool:
-        """Whether its schedule is at sparsity 0: that is dense training, of which nothing is coded."""
+        """Whether the schedule is at sparsity 0, which is dense training: values are sent as float32."""
         return cls.scheduled and density >= 1.0
 
     def has_room_for_all(self, spec: BucketSpec) -> bool:
-        """Whether no entry waits for room in a message, so that no momentum is stale and none is cleared."""
+        """Whether a message holds all entries; then no momentum is stale, and none is cleared."""
         return self.sends_all(spec.density)
 
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
 
     def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
-        """The most entries of each tensor; a message holds at most their sum."""
+        """Return the most entries of each tensor; a message holds at most their sum."""
         return tuple(t.n for t in spec.tensors)
 
     @abstractmethod
     def max_bytes(self, spec: BucketSpec) -> int:
-        """Bytes that always suffice for a message."""
+        """Return how many bytes a message takes at most."""
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
-        """Return (S,) numbers >= 0, one for each tensor, of which :meth:`encode` will see the largest of all ranks."""
+        """Return (S,) numbers >= 0, one per tensor; :meth:`encode` is given the largest of all ranks."""
         return np.zeros(len(spec.tensors))
 
     @abstractmethod
@@ -193,7 +204,7 @@ class Algorithm(ABC):
         """Write a bucket's message.
 
         Args:
-            x: (N,) float32 (float64 in float64 buckets), finite, read only: residual and gradient.
+            x: (N,) float32 (float64 in float64 buckets), finite, read only: the residual plus the gradient.
             out: (m,) uint8, m >= :meth:`max_bytes`, of any content.
             spec: the bucket.
             info: the step.
@@ -204,12 +215,12 @@ class Algorithm(ABC):
 
     @abstractmethod
     def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues | DenseValues:
-        """Read a message, the sender's own included; the same bytes give the same values everywhere.
+        """Read a message, also of this rank itself; the same bytes give the same values on every rank.
 
-        A compressor always returns the same of the two kinds.
+        A compressor always returns the same one of the two kinds.
 
         Args:
-            data: (m,) uint8, what :meth:`encode` wrote and zeros.
+            data: (m,) uint8: what :meth:`encode` wrote, then zeros.
             count: entries in the message, from its header.
             spec: the bucket.
 
@@ -218,16 +229,16 @@ class Algorithm(ABC):
         """
 
     def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
-        """The step is over for a bucket; all buckets have been encoded."""
+        """End a step of a bucket; all buckets have been encoded."""
         return
 
 
 class PerTensor(Algorithm):
-    """A compressor that works on each tensor by itself; each gets a block at a fixed place in the message."""
+    """A compressor that encodes each tensor separately, into a block at a fixed place in the message."""
 
     @abstractmethod
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:
-        """Bytes that always suffice for this tensor."""
+        """Return how many bytes a tensor takes at most."""
 
     @abstractmethod
     def encode_tensor(self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo) -> int:
@@ -236,7 +247,7 @@ class PerTensor(Algorithm):
         Args:
             x: (n,) float32 or float64, finite, read only.
             out: (:meth:`tensor_bytes`,) uint8 zeros.
-            tensor: which.
+            tensor: the tensor.
             spec: its bucket.
             info: the step.
         """
@@ -284,7 +295,7 @@ class PerTensor(Algorithm):
 
 
 def joined(parts: Sequence[Any], count: int, spec: BucketSpec) -> SparseValues:
-    """Put the entries of a bucket's tensors together: (k,) positions in each and (k,) values."""
+    """Join the entries of a bucket's tensors, each (k,) positions in the tensor and (k,) values."""
     for (positions, _), tensor in zip(parts, spec.tensors, strict=True):
         check_positions(positions, tensor.n, tensor.name)
     found = sum(positions.size for positions, _ in parts)
@@ -295,14 +306,14 @@ def joined(parts: Sequence[Any], count: int, spec: BucketSpec) -> SparseValues:
 
 
 def put(out: np.ndarray, at: int, values: np.ndarray) -> int:
-    """Copy an array's bytes to ``out`` from byte ``at`` on; returns where they end."""
+    """Copy an array's bytes to ``out`` from byte ``at`` on; return where they end."""
     data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
     out[at : at + data.size] = data
     return at + data.size
 
 
 def take(data: np.ndarray, at: int, count: int, dtype: DTypeLike) -> np.ndarray:
-    """Read an array of ``count`` numbers from byte ``at`` on, as a copy."""
+    """Return a copy of ``count`` numbers from byte ``at`` on."""
     size = count * np.dtype(dtype).itemsize
     if at + size > data.size:
         raise WireError(f"a block of {data.size} bytes ends before its content; the message is damaged")
@@ -310,7 +321,7 @@ def take(data: np.ndarray, at: int, count: int, dtype: DTypeLike) -> np.ndarray:
 
 
 def take_scales(data: np.ndarray, at: int, count: int, *, signed: bool = False) -> np.ndarray:
-    """Read float32 numbers that are finite and, unless ``signed``, not negative."""
+    """Return float32 numbers, which must be finite and, unless ``signed``, not negative."""
     scales = take(data, at, count, np.float32)
     if not (np.isfinite(scales) & (signed | (scales >= 0))).all():
         raise WireError(f"a scale is no finite number{'' if signed else ' >= 0'}; the message is damaged")
@@ -318,5 +329,5 @@ def take_scales(data: np.ndarray, at: int, count: int, *, signed: bool = False) 
 
 
 def as_scale(value: float) -> np.float32:
-    """A float64 >= 0 as a finite float32."""
+    """Return a float64 >= 0 as a finite float32."""
     return np.float32(min(value, float(np.finfo(np.float32).max)))

@@ -21,17 +21,16 @@ from dgc.errors import WireError
 
 
 class Coded(PerTensor):
-    """A compressor whose blocks are float32 scales, and behind them a code for each element."""
+    """A compressor that sends float32 scales for each tensor, and after them a code for each element."""
 
-    # Whether scales may be negative.
-    signed: ClassVar[bool] = False
+    signed: ClassVar[bool] = False  # whether scales may be negative
 
     def scales(self, tensor: Tensor) -> int:
-        """How many scales a tensor has."""
+        """Return how many scales a tensor has."""
         return 1
 
     def code_bits(self) -> int:
-        """Of a code, 1 to 8; 0: five of them to a byte, as a number to the base 3."""
+        """Return the bits of a code, 1 to 8; 0 stands for five codes per byte, as a number to the base 3."""
         bits: int = self.options.bits
         return bits
 
@@ -39,11 +38,11 @@ class Coded(PerTensor):
     def quantise(
         self, x: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Scales, float32, and (n,) uint8 codes of a tensor; arguments as for :meth:`encode_tensor`."""
+        """Return float32 scales and (n,) uint8 codes of a tensor; arguments as for :meth:`encode_tensor`."""
 
     @abstractmethod
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
-        """The (n,) float32 that scales and codes stand for."""
+        """Return the (n,) float32 that scales and codes stand for."""
 
     @override
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:
@@ -132,7 +131,7 @@ class Onebit(Coded):
         return out.reshape(-1)
 
     def _shape(self, tensor: Tensor) -> tuple[int, int, int]:
-        """(outer, columns, inner) such that elements of one column share the middle index."""
+        """Return (outer, columns, inner): elements of one column have the same middle index."""
         rows = tensor.shape[0] if tensor.shape else 1
         if self.options.means == "tensor":
             return 1, 1, tensor.n
@@ -253,7 +252,7 @@ class Terngrad(Coded):
         return 0
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
-        """Each tensor's largest magnitude after clipping; where it is cut is kept for :meth:`quantise`."""
+        """Return each tensor's largest magnitude after clipping; keep the limits for :meth:`quantise`."""
         found = {t.name: self._measure(x[t.slice]) for t in spec.tensors}
         self._limits.update({name: limit for name, (_, limit) in found.items()})
         return np.array([min(each) for each in found.values()])
@@ -277,10 +276,10 @@ class Terngrad(Coded):
         return out
 
     def _measure(self, x: np.ndarray) -> tuple[float, float]:
-        """A tensor's largest magnitude, and where it is cut."""
+        """Return a tensor's largest magnitude, and the limit that it is clipped to."""
         largest, deviation = loops.spread(x)
         factor = self.options.clip_factor
-        # Rounding leaves a trace of deviation in a constant.
+        # A constant tensor has a tiny deviation, from rounding.
         cut = factor is not None and deviation > CONSTANT * largest
         return largest, factor * deviation if cut else math.inf
 

@@ -31,7 +31,7 @@ SAMPLE = 100_000  # entries that a global threshold is estimated from, about
 
 
 class _Selection(Algorithm):
-    """The k largest entries of each tensor, done by :class:`~dgc.core.exchange.encoders.TopKEncoder` itself."""
+    """Select the k largest entries of each tensor; the exchange does that with the kernels' own selection."""
 
     error_feedback: ClassVar[bool] = True
     sends_entries: ClassVar[bool] = True
@@ -83,12 +83,12 @@ class DGC(_Selection):
 
     @classmethod
     def common_options(cls) -> list[str]:
-        """All of :class:`~dgc.core.config.DGCConfig`, in its order."""
+        """Return all fields of :class:`~dgc.core.config.DGCConfig`, in its order."""
         return [name for name in DGCConfig.__dataclass_fields__ if name not in ("algorithm", "own", "seed")]
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Those of :class:`~dgc.core.config.DGCConfig`: momentum is adopted."""
+        """Return nothing: the defaults are those of :class:`~dgc.core.config.DGCConfig`."""
         return {}
 
     @classmethod
@@ -151,17 +151,17 @@ class Topk(_Selection):
     def max_counts(self, spec: BucketSpec) -> tuple[int, ...]:
         if self.options.threshold == "tensor":
             return super().max_counts(spec)
-        # Rounded up for each tensor, so that their sum, which is what counts, is at least the bucket's share.
+        # Rounded up for each tensor, so that the sum is at least the bucket's share.
         share = min(1.0, spec.density * self.options.headroom)
         return tuple(entries_to_send(t.n, share) for t in spec.tensors)
 
     def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
-        """See the base class; a sample of x is kept for the next threshold."""
+        """Encode as the base class does, and keep a sample of x for the next threshold."""
         if self.options.threshold == "tensor":
             return super().encode(x, out, spec, info)
         self._next = None
         stride = max(1, min(1000, spec.total // SAMPLE))
-        # The first place changes with the step, or a stride that divides a tensor's width would see a few columns only.
+        # The first position changes with the step: a stride that divides a tensor's width would see few columns else.
         first = info.step % stride
         sample = np.concatenate([np.abs(x[t.slice][min(first, t.n - 1) :: stride]) for t in spec.tensors])
         self._samples[spec.bucket.index] = sample
@@ -171,7 +171,7 @@ class Topk(_Selection):
         return self._write(x, _beyond(threshold, x, sum(self.max_counts(spec))), out, spec)
 
     def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
-        """Write the next step's threshold where a checkpoint finds it."""
+        """Write the next step's threshold into the array that a checkpoint keeps."""
         if self.options.threshold == "tensor" or refused or not self._samples:
             return
         if self._next is None:
@@ -180,13 +180,13 @@ class Topk(_Selection):
 
 
 def _beyond(threshold: float | np.floating[Any], x: np.ndarray, most: int) -> np.ndarray:
-    """Positions of the entries of x above a magnitude, ascending; where they are more than ``most``, of the largest."""
+    """Return the ascending positions of the entries of x above a magnitude, at most of the ``most`` largest."""
     positions = np.flatnonzero(np.abs(x) > threshold)
     return positions[top_k(x[positions], most)] if positions.size > most else positions
 
 
 def _quantile(magnitudes: np.ndarray, density: float) -> float:
-    """The value that the share ``density`` of the sample exceeds (fewer where there are ties)."""
+    """Return the value that the share ``density`` of a sample exceeds (a smaller share if there are ties)."""
     place = max(0, int(magnitudes.size * (1.0 - density)) - 1)
     return float(np.partition(magnitudes, place)[place])
 
@@ -317,7 +317,7 @@ class Dryden(PerTensor):
 
 
 def _most(n: int, density: float) -> int:
-    """The most entries of a tensor: each sign may round up to one."""
+    """Return the most entries of a tensor; each sign may be rounded up to one entry."""
     return min(n, int(n * density * (1 + 1e-9)) + 2)
 
 
@@ -392,7 +392,7 @@ class Adacomp(PerTensor):
             h[: tensor.n] += info.increment[tensor.slice]
         g, h = g.reshape(bins, length), h.reshape(bins, length)
         largest = np.abs(g).max(1)
-        # An empty bin reaches its largest entry everywhere, and a zero has no sign to send.
+        # In a bin of zeros every entry reaches the largest one, but has no sign to send.
         send = (np.abs(h) >= largest[:, None]) & (g != 0)
         first = (info.step + info.rank) * _STRIDE % bins
         fitting = _fit(send.sum(1), self._units(tensor) - bins, first)
@@ -430,13 +430,13 @@ class Adacomp(PerTensor):
         return -(-tensor.n // self._bin(tensor))
 
     def _units(self, tensor: Tensor) -> int:
-        """Room for entries and empty bins; a single bin can always send all it has."""
+        """Return the room for entries and empty bins; a single bin can always send all its entries."""
         bins = self._bins(tensor)
         return max(math.ceil(self.options.entries_per_bin * bins), bins + min(self._bin(tensor), tensor.n))
 
     @staticmethod
     def _write(rows: np.ndarray, columns: np.ndarray, positive: np.ndarray, length: int) -> np.ndarray:
-        """Entries, sorted by bin, and empty bins before the last entry, as units."""
+        """Return entries, sorted by bin, and the empty bins before the last entry, as units."""
         dtype, bits = _unit(length)
         if rows.size == 0:
             return np.empty(0, dtype)
@@ -450,11 +450,11 @@ class Adacomp(PerTensor):
 
 
 def _unit(length: int) -> tuple[str, int]:
-    """Type of a unit and bits of its index, whose largest value marks an empty bin."""
+    """Return the type of a unit and the bits of its index, whose largest value marks an empty bin."""
     return ("u1", 6) if length < _SHORT else ("<u2", 14)
 
 
 def _fit(counts: np.ndarray, capacity: int, first: int) -> np.ndarray:
-    """Which bins may send, (bins,) bool, with ``capacity`` entries left beyond one a bin; ``first`` is asked first."""
+    """Return which bins may send, (bins,) bool, from bin ``first`` on: ``capacity`` entries beyond one per bin fit."""
     extra = np.roll(np.maximum(counts - 1, 0), -first)
     return np.roll((np.cumsum(extra) <= capacity) | (extra == 0), first)

@@ -1,4 +1,4 @@
-"""The operations of size n, and which backend does them on which device: the one place that decides it."""
+"""Choose the kernels for a device: the operations on n elements."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ DEVICES = ("cpu", "gpu")
 
 @functools.cache
 def choose_kernels(device: str = "cpu") -> Kernels:
-    """The fastest backend that works here for arrays on ``device``; the same object for every caller of a process.
+    """Return the backend for arrays on ``device``, compiled and tried out; one object per process and device.
 
-    On a CPU that is Numba, compiled (or loaded from its cache) and tried out before it is returned.
+    Args:
+        device: "cpu", or "gpu" for the first GPU, "gpu:1" for the second.
 
     Raises:
-        ImportError: Numba is missing.
-        ArithmeticError: a small step comes out wrong.
-        ConfigError: an unknown device, or a GPU ("gpu" is the first one, "gpu:1" the second) where no GPU backend
-            works; the message says why.
+        ArithmeticError: the result of a small step is wrong.
+        ConfigError: an unknown device, or a GPU backend that does not work here; the message says why.
     """
     kind, _, number = device.partition(":")
     if kind not in DEVICES or (number and (kind == "cpu" or not number.isdecimal())):
@@ -48,7 +47,7 @@ def _cpu_kernels() -> Kernels:
 
 
 def _try_out(kernels: Kernels) -> None:
-    """One small step, compared with the reference."""
+    """Compare one small step with the reference."""
     n = 5000
     values = np.sin(np.arange(n, dtype=np.float32))
     outcomes = []

@@ -1,6 +1,6 @@
-"""How kernels are compiled: without the interpreter lock, and cached on disk.
+"""Compile kernels: without the interpreter lock, and cached on disk.
 
-Imports Numba; only modules that are loaded on first use may import this one.
+This module imports Numba; only modules that are loaded on first use may import it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from llvmlite import binding
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Of all that is compiled: no pointer to a C function of each kernel, which nobody takes and which costs time.
+# No C functions of the kernels: nobody calls them, and they take time to compile.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 @cache
 def cache_directory() -> str:
-    """Where compiled kernels are kept: one directory for each version of the sources and each kind of processor.
+    """Return the directory of the compiled kernels: one for each version of the sources and each kind of processor.
 
-    Numba looks for changes only in the file that defines a kernel, not in those of the functions which that kernel
-    calls, and its index is not safe when processors of two kinds share a home directory. Naming the directory after
-    both makes either harmless. NUMBA_CACHE_DIR, when set, says where this directory is made.
+    Numba looks for changes only in the file that defines a kernel, not in the files of the functions that it calls. Its
+    index is not safe if processors of two kinds share a home directory. The directory's name contains both. It is made
+    in NUMBA_CACHE_DIR, if that is set.
     """
     digest = hashlib.blake2b(digest_size=8)
     here = Path(__file__).parent
@@ -60,10 +60,10 @@ def _user_cache() -> Path:
 
 @cache
 def usable(directory: str) -> bool:
-    """Whether kernels may be kept in a directory, which is made if it is missing.
+    """Return whether kernels may be kept in a directory, which is made if it is missing.
 
     Numba's index of a kernel is a pickle, which may run any code. So the directory is used only if no other user can
-    write to it or put another one in its place.
+    write to it or replace it.
     """
     path = Path(directory)
     try:
@@ -84,11 +84,11 @@ def usable(directory: str) -> bool:
 
 
 def _is_private(folder: Path, *, may_be_sticky: bool) -> bool:
-    """Whether a folder is this user's or root's, and nobody else can write to it.
+    """Return whether a folder belongs to this user or root, and nobody else can write to it.
 
-    With ``may_be_sticky`` others may add to it, as to /tmp, if they cannot rename or delete what is not theirs.
+    With ``may_be_sticky`` others may add files to it, as in /tmp, if they cannot rename or delete those of others.
     """
-    # Another user may have made the folder for kernels as a link. A parent may be the user's own link.
+    # Another user may have made the folder of the kernels as a link. A parent may be the user's own link.
     status = folder.stat(follow_symlinks=may_be_sticky)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.getuid(), 0):
         return False
@@ -97,14 +97,13 @@ def _is_private(folder: Path, *, may_be_sticky: bool) -> bool:
 
 logger = logging.getLogger("dgc")
 
-# Seconds that a process waits for another one to compile, before it compiles as well.
-PATIENCE = 120.0
+PATIENCE = 120.0  # seconds that a process waits while another one compiles, before it compiles as well
 
 _POLL = 0.05  # seconds between two looks at a lock
 
 
 class BusyError(Exception):
-    """Another process of this host compiles now."""
+    """Another process of this host is compiling."""
 
 
 _within = threading.local()
@@ -112,16 +111,16 @@ _within = threading.local()
 
 @contextlib.contextmanager
 def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -> Iterator[None]:
-    """Inside, kernels are called for the first time: of the processes of a host, one compiles and the others wait.
+    """Let one process of the host compile the kernels that the ``with`` block calls, while the others wait.
 
-    That one says so in the log, as a warning, before it begins. Where all of it was compiled before, nothing waits and
-    nothing is said. Within another one of the same part and thread it does nothing.
+    It logs a warning before it begins. If all was compiled before, nothing waits and nothing is logged. Within another
+    block of the same part and thread, this does nothing.
 
     Args:
-        what: names what is compiled inside; with the same name always the same.
-        part: one process compiles the "kernels" while another one compiles something else; only the first says so.
-        patience: seconds to wait for another process. With 0, :class:`BusyError` is raised where one compiles;
-            after any others this process compiles as well.
+        what: a name for the kernels that the block calls; always the same kernels for the same name.
+        part: "kernels", or another name: processes compile different parts at once, and warn only of "kernels".
+        patience: seconds to wait for another process before compiling as well. With 0, :class:`BusyError` is raised if
+            another process compiles.
     """
     directory = cache_directory()
     done = Path(directory) / f"compiled-{what}"
@@ -143,7 +142,7 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
             _tell(directory)
         within.add(part)
         collects = gc.isenabled()
-        gc.disable()  # compiling makes millions of objects that stay, and would look through all of PyTorch's with them
+        gc.disable()  # compiling makes millions of objects; collections would also walk through all of PyTorch's
         try:
             yield
         finally:
@@ -155,10 +154,10 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
 
 @contextlib.contextmanager
 def _locked(path: Path, patience: float) -> Iterator[None]:
-    """Hold the lock of a file.
+    """Hold the lock of a file in the ``with`` block.
 
-    Without it where the file system has no locks, and after ``patience`` seconds: compiling twice does no harm. Where
-    these are 0, raises :class:`BusyError`.
+    The block runs without it if the file system has no locks, or after ``patience`` seconds: compiling twice does no
+    harm. With a patience of 0, raise :class:`BusyError` instead.
     """
     deadline = time.monotonic() + patience
     with contextlib.ExitStack() as held:
@@ -176,7 +175,7 @@ def _locked(path: Path, patience: float) -> Iterator[None]:
 
 
 def _lock(file: IO[str]) -> bool:
-    """Lock a file, unless another process has; OSError where there are no locks."""
+    """Lock a file and return True, or False if another process has the lock; OSError if there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -199,13 +198,13 @@ def _touch(file: Path) -> None:
 
 
 def entry(function: F) -> F:
-    """Decorate a kernel that Python calls: compiled on its first call, taken from the cache after that."""
+    """Decorate a kernel that Python calls; it is compiled on its first call, or loaded from the cache."""
     directory, before = cache_directory(), numba.config.CACHE_DIR
     if usable(directory):
         numba.config.CACHE_DIR = directory
         try:
             return cast(F, numba.njit(**_OPTIONS, cache=True)(function))
-        except RuntimeError:  # no directory can be written after all
+        except RuntimeError:  # the directory cannot be written after all
             pass
         finally:
             numba.config.CACHE_DIR = before
@@ -213,5 +212,5 @@ def entry(function: F) -> F:
 
 
 def helper(function: F) -> F:
-    """Decorate a function that only kernels call; it is compiled into them."""
+    """Decorate a function that only kernels call, and that is compiled into them."""
     return cast(F, numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function))

@@ -1,7 +1,7 @@
-"""The CPU backend in Numba: one pass over memory for all segments of a bucket (``sweep``), dense work, and places.
+"""The CPU backend in Numba: the pass over a bucket (in ``sweep``), dense work, and work at selected positions.
 
-Kernels run on a :class:`~dgc.core.kernels.threads.Team`: ``worker`` is the thread's number, ``progress`` (2,) int64
-counts the pieces that were taken and that are done.
+A :class:`~dgc.core.kernels.threads.Team` runs the kernels: ``worker`` is the thread's number, ``progress``, (2,) int64,
+counts the pieces that are taken and done.
 """
 
 from __future__ import annotations
@@ -49,17 +49,14 @@ from dgc.errors import LayoutError
 
 ALONE = 65536  # elements below which waking other threads costs more than it saves
 
-PLACE = 32  # A selected place takes as long as this many elements in a row: it misses the cache
+PLACE = 32  # a selected position takes as long as this many elements in a row, because it misses the cache
 
 
 class NumbaKernels(Kernels):
-    """The operations of size n on CPU arrays; see :class:`dgc.core.kernels.base.Kernels`.
-
-    Safe to call from several Python threads, each with buckets of its own. u, v and all results must be contiguous;
-    what comes out does not depend on the number of threads.
+    """See :class:`dgc.core.kernels.base.Kernels`. Results do not depend on the number of threads.
 
     Attributes:
-        threads: the most that a call uses.
+        threads: how many threads a call uses at most.
     """
 
     name = "numba"
@@ -69,8 +66,8 @@ class NumbaKernels(Kernels):
         self._workspace = Workspace()
         self.threads = max(1, threads if threads is not None else default_threads())
 
+    @override
     def describe(self) -> str:
-        """One line for a log: what runs, and on how many threads."""
         return f"numba {numba.__version__}, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
     @override
@@ -169,24 +166,22 @@ class NumbaKernels(Kernels):
             weight_decay, float(rule.scale), np.empty((threads, STRIP if weight_decay else 0), np.float32),
         )  # fmt: skip
 
-    # -- inside --------------------------------------------------------------------------------------------------
-
     def _threads_for(self, elements: int) -> int:
         return 1 if elements < ALONE else self.threads
 
 
 # -- dense work: sums of squares for clipping, and momentum SGD on an averaged gradient --------------------------------
 
-# Elements of an update's piece, and of one partial sum: fixed, so that sums do not depend on the number of threads.
+# Elements of a piece of an update, and of one partial sum. It is fixed: sums must not depend on the number of threads.
 TILE = 32768
 
-# Interleaved sums within a tile; fixed, so that a sum does not depend on the width of the machine's vectors.
+# Interleaved sums within a tile. It is fixed: sums must not depend on the width of the machine's vectors.
 SUM_LANES = 64
 
 
 @helper
 def _squares(array, sums):
-    """The sum of squares of the finite entries; entry i joins sum i % SUM_LANES of the float64 scratch ``sums``."""
+    """Return the sum of squares of the finite entries; ``sums`` is (SUM_LANES,) float64 scratch."""
     sums[:] = 0
     for start in range(0, array.size, SUM_LANES):
         block = array[start : start + SUM_LANES]
@@ -215,13 +210,13 @@ def _squares_of_tile(address, code, start, stop, strip, sums):
 
 @entry
 def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
-    """Sum of squares over the finite entries of each tile. A kernel for ``Team``, W threads.
+    """Write the sum of squares of each tile's finite entries. A kernel for ``Team``.
 
     ``table`` holds the arrays' addresses, types and lengths; array s has the tiles ``firsts[s]`` to ``firsts[s + 1]``.
     """
     s = len(table) - 1
     while True:
-        # From the end to the beginning, where the pass over the same gradients starts: it finds those in the caches.
+        # From the end to the beginning: the pass over the same gradients begins there, and finds them in the caches.
         tile = tiles - 1 - fetch_add(progress, 0, 1)
         if tile < 0:
             break
@@ -236,9 +231,9 @@ def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
 
 @entry
 def update_tiles(worker, progress, tiles, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):
-    """Momentum SGD on (n,) ``mean``, strip by strip, so that the steps of one strip meet in the cache. For ``Team``.
+    """Apply momentum SGD to (n,) ``mean``, strip by strip, so that a strip stays in the cache. A kernel for ``Team``.
 
-    ``address`` and ``code`` are the parameter's, read where ``decay`` is not 0; ``strips`` is scratch, (W, STRIP).
+    ``address`` and ``code`` are the parameter's, which is read if ``decay`` is not 0; ``strips`` is (W, STRIP) scratch.
     """
     n = result.size
     m, d, c = np.float32(momentum), np.float32(decay), np.float32(scale)
@@ -249,7 +244,7 @@ def update_tiles(worker, progress, tiles, result, mean, u, address, code, moment
         last = min((tile + 1) * TILE, n)
         for start in range(tile * TILE, last, STRIP):
             count = min(STRIP, last - start)
-            # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
+            # Slices, so that indices start at 0: an index that might be negative costs a branch in each loop.
             r, g, w = result[start : start + count], mean[start : start + count], u[start : start + count]
             if decay != 0:
                 p = strips[worker]
@@ -274,17 +269,17 @@ def update_tiles(worker, progress, tiles, result, mean, u, address, code, moment
         fetch_add(progress, 1, 1)
 
 
-# -- the k selected places: positions are ascending and unique, so threads that take disjoint parts never meet ---------
+# -- work at k selected positions: they are ascending and unique, so threads with disjoint parts never meet ------------
 
 PART = 4096  # entries that a thread takes at a time
 
-# Entries between the one that is worked on and the one whose places in u and v are asked for.
+# How many entries ahead of the current one its elements of u and v are asked for.
 SOON = 16
 
 
 @entry
 def mask_places(worker, progress, parts, u, v, positions, decoded, masking):
-    """``v[positions] -= decoded``, and ``u[positions] = 0`` with masking."""
+    """Subtract ``decoded`` from v at the positions and, with masking, set u to 0 there. A kernel for ``Team``."""
     while True:
         part = fetch_add(progress, 0, 1)
         if part >= parts:
@@ -302,9 +297,9 @@ def mask_places(worker, progress, parts, u, v, positions, decoded, masking):
 
 @entry
 def fill_results(worker, progress, count, table, offsets, bounds, positions, values):
-    """Fill ``count`` results with zeros, and with the values at the positions of each. A kernel for ``Team``.
+    """Set ``count`` results to the values at their positions, and to 0 elsewhere. A kernel for ``Team``.
 
-    ``table``: addresses and lengths; result s begins at place ``offsets[s]``, its positions at ``bounds[s]``.
+    ``table`` holds addresses and lengths. Result s begins at position ``offsets[s]``, its entries at ``bounds[s]``.
     """
     while True:
         s = fetch_add(progress, 0, 1)
@@ -317,18 +312,17 @@ def fill_results(worker, progress, count, table, offsets, bounds, positions, val
         fetch_add(progress, 1, 1)
 
 
-# -- entries of all ranks added up: whatever backend works on the tensors, messages arrive on the host -----------------
+# -- the sum of all ranks' entries, for every backend: messages arrive on the host -------------------------------------
 
 BLOCK = 1 << 15  # positions that are added up at a time: their sums stay in the cache
-
-WORD = 64  # positions whose presence one integer holds
+WORD = 64  # positions that one integer marks as present
 
 
 def add_up(entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> tuple[np.ndarray, np.ndarray]:
-    """Sum of the ranks' entries: at each place ``((0 + a * factor) + b * factor) + ...``, in the order given.
+    """Add up the ranks' entries: at each position ``((0 + a * factor) + b * factor) + ...``, in the order given.
 
     Args:
-        entries: of each rank (k,) int64 positions, ascending and unique, and (k,) float32 values.
+        entries: for each rank, (k,) int64 positions, ascending and unique, and (k,) float32 values.
         factor: rounded to float32 before it is used.
 
     Returns:

@@ -1,8 +1,8 @@
-"""The kernels on a device whose arrays are CuPy's, or those of a namespace like it.
+"""The kernels on a device, for arrays of CuPy or of a namespace like it.
 
-One launch is one pass over a bucket. Everything is enqueued on one stream of ours; candidates are copied to the host,
-which chooses among them as the CPU backend does. The host waits for an event of the bucket's own, once; again where
-thresholds were of no use, since then a whole segment is copied.
+One launch is one pass over a bucket. All work is enqueued on one stream of this package. Candidates are copied to the
+host, which chooses among them as the CPU backend does. For each bucket the host waits once, for an event; it waits
+again if the thresholds did not help, because then a whole segment is copied.
 """
 
 from __future__ import annotations
@@ -36,24 +36,23 @@ from dgc.core.kernels.threshold import new_thresholds
 if TYPE_CHECKING:
     from dgc.core.kernels.sweep import Choice
 
-# Candidates that are copied at once: this multiple of those of the step before, and some. A second copy is a second
-# wait.
+# The first copy of candidates has room for MORE times the last step's number, plus FEW. A second copy is a second wait.
 MORE, FEW = 1.25, 256
-SQUARED_AT_ONCE = 1 << 22  # elements whose squares are added up together, from a copy in float64
-_ALIGNMENT = 16  # of what is copied together, and of tensors in a bucket
+SQUARED_AT_ONCE = 1 << 22  # elements whose squares are added up together, in a float64 copy
+_ALIGNMENT = 16  # bytes, of arrays that are copied together; elements, of tensors in a bucket
 
 
 # -- the passes, as short texts of CUDA C++ ----------------------------------------------------------------------------
-# Each is a ``cupy.ElementwiseKernel`` over the flat space of a bucket: CuPy makes the loop over i around it. Tensors
-# are addressed by a table, one ROW each, and ``owner[i >> shift]`` is the tensor that element i belongs to, -1 for
-# none. So one launch serves a whole bucket, however many tensors it has.
+# Each text is the body of a ``cupy.ElementwiseKernel`` over the flat space of a bucket; CuPy adds the loop over i. A
+# table has one ROW for each tensor, and ``owner[i >> shift]`` is the row of element i, or -1. So one launch serves a
+# bucket with any number of tensors.
 #
 # Sums and products are rounded one by one, as on the CPU (``--fmad=false``). CuPy always adds ``-ftz=true``: numbers
 # below 1.2e-38 in magnitude count as 0.
 
-# A tensor in a pass: addresses, its place in the flat space, the options of its momentum SGD, and a limit: the least
-# magnitude of a candidate, of which ``most`` are kept, or the largest that a result may have. ``form``: 0 no momentum,
-# 1 heavy ball, 2 Nesterov.
+# A tensor in a pass: addresses, position in the flat space, options of momentum SGD. ``limit`` is the least magnitude
+# of a candidate, of which ``most`` are kept, or the largest of a result. ``form``: 0 no momentum, 1 heavy ball, 2
+# Nesterov.
 ROW = np.dtype(
     [(n, "u8") for n in ("gradient", "parameter", "result")]
     + [(n, "i8") for n in ("start", "length")]
@@ -97,13 +96,13 @@ _FIND = """
 
 
 def entry_type(kind: np.dtype) -> np.dtype:
-    """A candidate as the sweep writes it: its value and its place in the bucket."""
+    """Return the type of a candidate as the sweep writes it: its value, and its position in the bucket."""
     return np.dtype([("value", kind), ("place", np.int32)], align=True)
 
 
 @dataclass(frozen=True)
 class Text:
-    """One kernel: its parameters as CuPy writes them, and what it does with element i."""
+    """One kernel: its parameters in CuPy's notation, and its code for element i."""
 
     inputs: str
     outputs: str
@@ -111,8 +110,8 @@ class Text:
 
 
 TEXTS = {
-    # u <- m*u + G, v <- v + u, and candidates appended to the entries in any order. ``met``: how many entries there
-    # are, whether a value was not finite, then each tensor's candidates; beyond ``most`` they are not kept.
+    # u <- m*u + G, v <- v + u; append candidates to the entries, in any order. ``met`` holds the number of entries,
+    # whether a value was not finite, and each tensor's number of candidates. Candidates beyond ``most`` are not kept.
     "sweep": Text(
         f"{_TABLE}",
         "T u, T v, raw int32 met, raw uint8 entries",
@@ -136,7 +135,7 @@ TEXTS = {
     }
 """,
     ),
-    # Gradients side by side, zeros between them.
+    # Copy gradients side by side, with zeros between them.
     "pack": Text(
         _TABLE,
         "T out, raw int32 met",
@@ -147,7 +146,7 @@ TEXTS = {
     if (!isfinite(out)) met[1] = 1;
 """,
     ),
-    # Momentum SGD on means, into the results; or dry, whether a result would be beyond its limit.
+    # Apply momentum SGD to means and write the results; or, if dry, find whether a result would be beyond its limit.
     "update": Text(
         f"{_TABLE}, T mean, bool dry",
         "T u, raw int32 met",
@@ -165,14 +164,14 @@ TEXTS = {
     else if (!(fabs(g) <= (T)r.limit)) met[1] = 1;
 """,
     ),
-    # Whether a result that was written is beyond its limit.
+    # Find whether a result that was written is beyond its limit.
     "check": Text(
         f"{_TABLE}, raw T like",
         "raw int32 met",
         _FIND + "if (!(fabs(((const T*)r.result)[j]) <= (T)r.limit)) met[1] = 1;",
     ),
     "clear": Text(_TABLE, "raw T like", _FIND + "((T*)r.result)[j] = 0;"),
-    # Entries, which are ascending and unique, onto the results.
+    # Write entries, which are ascending and unique, to the results.
     "place": Text(
         f"{_TABLE}, int64 at, T value",
         "raw T like",
@@ -187,10 +186,10 @@ TEXTS = {
 
 
 class Device(ABC):
-    """A device and a stream of ours on it; ``with`` makes both current, and may be nested.
+    """A device with a stream of this package; ``with`` makes both current, and may be nested.
 
     Attributes:
-        xp: its namespace of arrays: CuPy.
+        xp: the namespace of its arrays: CuPy.
         name: for logs.
         stream: the stream's handle.
     """
@@ -207,28 +206,28 @@ class Device(ABC):
 
     @abstractmethod
     def adopt_thread(self) -> None:
-        """The calling thread works on this device alone from now on."""
+        """Let the calling thread work on this device only."""
 
     @abstractmethod
     def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:
-        """Take device memory from a framework, so that two pools do not keep it from each other.
+        """Take device memory from a framework, because a pool of our own would keep memory from it.
 
         Args:
-            allocate: from bytes and the handle of the stream that will use them to an address.
+            allocate: returns an address, given the number of bytes and the handle of the stream that uses them.
             free: takes an address back.
         """
 
     @abstractmethod
     def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
-        """Page-locked memory, (n,), not initialised."""
+        """Return page-locked memory, (n,), not initialised."""
 
     @abstractmethod
     def view(self, address: int, n: int, dtype: DTypeLike, owner: object) -> Array:
-        """A framework's memory on this device as an array, which keeps ``owner`` alive."""
+        """Return a framework's memory on this device as an array, which keeps ``owner`` alive."""
 
     @abstractmethod
     def upload(self, array: Array, host: np.ndarray) -> None:
-        """Enqueue a copy of a page-locked array, which must not change until that has run."""
+        """Enqueue a copy of a page-locked array, which must not change until the copy has run."""
 
     @abstractmethod
     def fetch(self, array: Array, host: np.ndarray) -> None:
@@ -236,37 +235,37 @@ class Device(ABC):
 
     @abstractmethod
     def record(self) -> Any:
-        """An event behind everything enqueued so far; ``synchronize()`` waits for it without using a core."""
+        """Return an event after all work enqueued so far; its ``synchronize()`` waits without using a core."""
 
     @abstractmethod
     def wait_for(self, event: int) -> None:
-        """Enqueue: wait for another stream's event, by handle."""
+        """Let the stream wait for another stream's event, given by its handle."""
 
     @abstractmethod
     def release_to(self, stream: int) -> None:
-        """Let another stream, by handle, wait for everything enqueued so far."""
+        """Let another stream, given by its handle, wait for all work enqueued so far."""
 
     def host_of(self, array: Array) -> np.ndarray:
-        """A copy on the host. Waits."""
+        """Return a copy on the host. Waits."""
         host = self.host_array(array.size, array.dtype)
         self.fetch(array, host)
         self.record().synchronize()
         return host
 
     def send(self, *arrays: np.ndarray) -> list[Array]:
-        """Enqueue one copy of small arrays, which may change at once; returns each of them on the device."""
+        """Enqueue one copy of small arrays, which may change afterwards; return each of them on the device."""
         given = [np.ascontiguousarray(a) for a in arrays]
         stops = np.cumsum([-(-a.nbytes // _ALIGNMENT) * _ALIGNMENT for a in given]).tolist()
         joined = np.zeros(stops[-1], np.uint8)
         with self:
             for start, a in zip([0, *stops], given, strict=False):
                 joined[start : start + a.nbytes] = a.view(np.uint8)
-            there = self.xp.asarray(joined)  # through page-locked memory of CuPy's, which it keeps until that has run
+            there = self.xp.asarray(joined)  # CuPy keeps a page-locked copy until this has run
             return [there[s : s + a.nbytes].view(a.dtype) for s, a in zip([0, *stops], given, strict=False)]
 
 
 class DeviceMemory(Memory):
-    """The device's memory; see :class:`dgc.core.kernels.base.Memory`."""
+    """See :class:`dgc.core.kernels.base.Memory`."""
 
     def __init__(self, device: Device, sums_of_squares: Callable[[Sequence[Array]], np.ndarray]) -> None:
         self._device, self._sums_of_squares = device, sums_of_squares
@@ -309,10 +308,10 @@ class DeviceMemory(Memory):
 
 
 class DeviceKernels(Kernels):
-    """See :class:`dgc.core.kernels.base.Kernels`. Safe to call from several threads; they take turns.
+    """See :class:`dgc.core.kernels.base.Kernels`. Threads that call it take turns.
 
-    u, v, gradients, parameters and results are device arrays. Positions, values and means are on the host; means are
-    page-locked, and must stay until the next wait.
+    u, v, gradients, parameters and results are on the device. Positions, values and means are on the host; means are
+    page-locked and must not change until the next wait.
     """
 
     on_device = True
@@ -355,7 +354,7 @@ class DeviceKernels(Kernels):
         self.device.record().synchronize()
 
     def warm_up(self) -> None:
-        """Run everything once: CuPy compiles a kernel, or loads it, when it first runs."""
+        """Run each kernel once: CuPy compiles or loads a kernel when it first runs."""
         for kind in (np.float32, np.float64):
             self._warm_up(np.dtype(kind))
 
@@ -382,7 +381,7 @@ class DeviceKernels(Kernels):
     # -- sparsified tensors ----------------------------------------------------------------------------------------
 
     def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
-        """See :class:`dgc.core.kernels.base.Kernels`. Waits."""
+        """Return what :class:`dgc.core.kernels.base.Kernels` says. Waits."""
         out = np.zeros(len(gradients))
         at_once, pieces = SQUARED_AT_ONCE, []
         for s, g in enumerate(gradients):
@@ -409,7 +408,7 @@ class DeviceKernels(Kernels):
     def begin_selection(
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
-        """See :class:`dgc.core.kernels.base.Kernels`. What comes back waits."""
+        """Begin as :class:`dgc.core.kernels.base.Kernels` says. The returned function waits."""
         from dgc.core.kernels.sweep import Choice
 
         kind, entry = np.dtype(v.dtype), entry_type(np.dtype(v.dtype))
@@ -421,7 +420,7 @@ class DeviceKernels(Kernels):
             table, stop = self._rows(work)
             table["limit"], table["most"] = (np.inf, 0) if choice is None else (choice.limits, choice.most)
             expected = min(room, self._expected.get(id(v), room))
-            # All memory before the launch, which changes u and v: without memory a caller may begin once more.
+            # The launch changes u and v, so all memory is allocated before it: without memory, a caller may try again.
             host = self.device.host_array(head + entry.itemsize * expected, np.uint8)
             if stop:
                 where, _ = self._where(table, stop)
@@ -524,7 +523,7 @@ class DeviceKernels(Kernels):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _choose(self, choice: Choice, entries: np.ndarray, totals: np.ndarray, v: Array) -> None:
-        """Choose among the candidates, and where they were of no use among all entries."""
+        """Choose among the candidates, or among all entries of a segment if they do not suffice."""
         missing = choice.among(entries["place"], entries["value"], totals)
         if missing.size:
             with self._lock:
@@ -547,7 +546,7 @@ class DeviceKernels(Kernels):
         return there
 
     def _rows(self, parts: Sequence[SegmentWork]) -> tuple[np.ndarray, int]:
-        """A table of tensors for a pass, on the host, and how far they reach."""
+        """Return a table of the tensors in a pass, on the host, and where the last one ends."""
         table = np.zeros(len(parts), ROW)
         table["start"], table["length"] = [p.offset for p in parts], [p.length for p in parts]
         table["momentum"], table["scale"] = [p.momentum for p in parts], [p.scale for p in parts]
@@ -565,7 +564,7 @@ class DeviceKernels(Kernels):
         return table, int((table["start"] + table["length"]).max(initial=0))
 
     def _where(self, table: np.ndarray, stop: int, *also: np.ndarray) -> tuple[tuple[Any, ...], list[Array]]:
-        """What a launch over ``stop`` elements finds its tensors by; ``also`` is sent together with it."""
+        """Return the arguments that tell a launch over ``stop`` elements its tensors; send ``also`` with them."""
         spans = tuple(table["start"].tolist()), tuple(table["length"].tolist())
         known = self._owners.get((spans, stop))
         if known is None:

@@ -1,4 +1,4 @@
-"""A GPU through CuPy: the only module of the core that imports it; only ``choose`` imports this one."""
+"""A GPU, through CuPy. Only this module of the core imports CuPy, and only ``choose_kernels`` imports this module."""
 
 from __future__ import annotations
 
@@ -15,26 +15,21 @@ from typing_extensions import override
 from dgc.core.kernels.base import Array
 from dgc.core.kernels.device import Device, DeviceKernels
 
-# Of a stream; CUDA takes the highest that there is. Its kernels are short, and what waits for them is the network.
+# The stream's priority, the highest: its kernels are short, and the network waits for them.
 HIGHEST_PRIORITY = -100
 
 
 def device_count() -> int:
-    """How many devices this process sees.
-
-    Raises:
-        cupy.cuda.runtime.CUDARuntimeError: there is no driver, or it is too old.
-    """
+    """Return how many devices this process sees; CuPy raises CUDARuntimeError without a driver."""
     return int(cupy.cuda.runtime.getDeviceCount())
 
 
 class CurrentDevice:
-    """Makes one device the current one of a thread, where that is needed.
+    """Make one device the current one of a thread, if it is not.
 
-    A thread of ours takes the device once and keeps it. Going back would be to device 0, where a thread begins, and
-    with CUDA 12 that opens a context there: half a gigabyte of the first device's memory for every process of a host.
-    On a caller's thread, ``with`` changes nothing if the device is current, as it is where each process has chosen its
-    own, and else goes back to what was.
+    A thread of this package keeps the device. It must not go back to device 0, where every thread begins: with CUDA 12
+    that opens a context there, which takes half a gigabyte of the first device's memory for every process of a host. On
+    a caller's thread, ``with`` changes nothing if the device is current, and else goes back to the former device.
     """
 
     def __init__(self, device: int, current: Callable[[], int], choose: Callable[[int], None]) -> None:
@@ -43,12 +38,12 @@ class CurrentDevice:
         self._thread = threading.local()
 
     def adopt_thread(self) -> None:
-        """This thread is ours: it works on this device and on no other."""
+        """Let the calling thread keep this device."""
         self._choose(self._device)
         self._thread.adopted = True
 
     def __enter__(self) -> None:
-        """Be current; may be nested."""
+        """Make the device current; may be nested."""
         thread = self._thread
         if getattr(thread, "adopted", False):
             return
@@ -58,7 +53,7 @@ class CurrentDevice:
         thread.__dict__.setdefault("before", []).append(before)
 
     def __exit__(self, *_: object) -> None:
-        """Be what was."""
+        """Make the former device current."""
         thread = self._thread
         if getattr(thread, "adopted", False):
             return
@@ -81,14 +76,14 @@ class CupyDevice(Device):
         self._thread = threading.local()
 
     def __enter__(self) -> None:
-        """Be current, with the stream, and with the memory that was given."""
+        """Make the device, the stream and the given memory current."""
         with ExitStack() as entered:
             for each in (self._current, self._stream, *self._memory()):
                 entered.enter_context(each)
             self._thread.__dict__.setdefault("entered", []).append(entered.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        """Be what was."""
+        """Make what was current before current again."""
         self._thread.entered.pop().__exit__(*error)
 
     def _memory(self) -> list[AbstractContextManager[None]]:
@@ -139,7 +134,7 @@ class CupyDevice(Device):
     @override
     def record(self) -> Any:
         with self._current:
-            # One that blocks: a thread that spins would take a core from the data loader.
+            # A wait for it blocks: a thread that spins would take a core from the data loader.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return event
@@ -157,15 +152,15 @@ class CupyDevice(Device):
 
 
 class CupyKernels(DeviceKernels):
-    """The device kernels on one GPU. Everything is compiled at construction, so that no step waits for it."""
+    """The device kernels on one GPU, compiled at construction, so that no step waits for a compiler."""
 
     def __init__(self, number: int = 0) -> None:
-        """Compile and run every kernel: seconds, less where CuPy has them in its cache (``~/.cupy/kernel_cache``)."""
+        """Compile and run every kernel: that takes seconds, unless CuPy's cache (``~/.cupy/kernel_cache``) has them."""
         super().__init__(CupyDevice(number))
         self.warm_up()
 
+    @override
     def describe(self) -> str:
-        """One line for a log: what runs where."""
         number = self.device.number  # type: ignore[attr-defined]
         properties = cupy.cuda.runtime.getDeviceProperties(number)
         return f"cupy {cupy.__version__} on device {number} ({properties['name'].decode()})"

@@ -1,9 +1,7 @@
-"""The loops of codecs and quantizers, compiled by Numba; import this on first use, since Numba takes seconds to load.
+"""The loops of codecs and quantizers, compiled by Numba; import them on first use, because Numba takes seconds to load.
 
-Letters: n elements, k entries. *codes* are (n,) uint8 small numbers, one for each element, before they are packed. No
-loop reads or writes outside the arrays that it is given.
-
-All word arithmetic is in uint64, since Numba turns a mix of int64 and uint64 into float64.
+Letters: n elements, k entries. *codes* are (n,) uint8 small numbers, one per element, before they are packed. No loop
+reads or writes outside of its arrays. Words are computed in uint64: Numba turns a mix of int64 and uint64 into float64.
 """
 
 from __future__ import annotations
@@ -14,18 +12,18 @@ from numba import uint8, uint32, uint64
 from dgc.core.kernels.compile import entry, helper
 from dgc.core.kernels.simd import bits_in, float_of, from_half, lowest_bit
 
-# 2^-14 as float32 bits: below it half precision is subnormal.
+# 2^-14 as float32 bits; halves below it are subnormal.
 _SMALLEST_NORMAL = np.uint32(0x38800000)
 
-# 1.5 * 2^23: a float32 below 2^22 loses its fraction when this is added and taken away again.
+# 1.5 * 2^23: adding and subtracting it rounds a float32 below 2^22 to an integer.
 _ROUNDER = np.float32(12582912)
 
 
 @helper
 def _half_of(bits):
-    """The bits in half precision of the float32 with these bits, rounded to nearest, ties to even."""
+    """Return the half, as bits, of the float32 with these bits, rounded to nearest, ties to even."""
     magnitude = bits & uint32(0x7FFFFFFF)
-    # Added to 0.5, a subnormal half ends in float32's lowest bits, rounded by the addition itself.
+    # The addition of 0.5 moves a subnormal half to the lowest bits of a float32, and rounds it.
     small = bits_in(float_of(magnitude) + np.float32(0.5)) - uint32(0x3F000000)
     odd = (magnitude >> uint32(13)) & uint32(1)
     large = (magnitude - uint32(0x38000000) + uint32(0xFFF) + odd) >> uint32(13)
@@ -37,7 +35,7 @@ def _half_of(bits):
 
 @entry
 def largest_magnitude(values: np.ndarray) -> int:
-    """The largest magnitude's bits among (k,) float32; NaN is larger than infinity."""
+    """Return the bits of the largest magnitude of (k,) float32; NaN is larger than infinity."""
     largest = uint32(0)
     for x in values:
         largest = max(largest, bits_in(x) & uint32(0x7FFFFFFF))
@@ -48,13 +46,13 @@ def largest_magnitude(values: np.ndarray) -> int:
 def to_halves(
     values: np.ndarray, factor: np.float32, second: np.float32, limit: np.float32, halves: np.ndarray
 ) -> None:
-    """``halves[i]`` = the bits of ``values[i] * factor * second`` in half precision, rounded to nearest, ties to even.
+    """Write ``values[i] * factor * second`` as the bits of a half, rounded to nearest, ties to even.
 
     Args:
         values: (k,) float32.
-        factor: a power of two, after which no magnitude above 0 is subnormal, or ``second`` is 1.
-        second: a power of two, after which every finite magnitude is below 65520.
-        limit: the largest magnitude, also of infinity.
+        factor: a power of two; after it no magnitude above 0 is subnormal, or ``second`` is 1.
+        second: a power of two; after it every finite magnitude is below 65520.
+        limit: larger magnitudes, and infinity, become this one.
         halves: (k,) uint16, filled.
     """
     for i in range(halves.size):
@@ -65,7 +63,7 @@ def to_halves(
 
 @entry
 def from_halves(halves: np.ndarray, factor: np.float32, second: np.float32, values: np.ndarray) -> None:
-    """``values[i]`` = ``halves[i] * factor * second``, of (k,) uint16 bits of half precision numbers."""
+    """Write ``halves[i] * factor * second`` to ``values[i]``; halves are (k,) uint16 bits."""
     for i in range(halves.size):
         values[i] = from_half(halves[i]) * factor * second
 
@@ -76,15 +74,15 @@ def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> 
 
     Args:
         positions: (k,) int64, ascending.
-        counts: (tiles,) uint32, receives the number of positions in each tile.
-        offsets: (k,) uint16, receives each position's place in its tile.
+        counts: (tiles,) uint32, filled with the number of positions in each tile.
+        offsets: (k,) uint16, filled with each position's offset in its tile.
     """
     k = positions.size
     for i in range(k):
         offsets[i] = positions[i] & 0xFFFF
     first = 0
     for tile in range(counts.size):
-        # The first position beyond the tile, by bisection: k is small beside the tiles, or many share one.
+        # Bisection finds the first position beyond the tile: there are few positions, or many in a tile.
         low, high = first, k
         while low < high:
             middle = (low + high) // 2
@@ -98,10 +96,10 @@ def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> 
 
 @helper
 def _sound(positions, n):
-    """How many positions stand before the first that is not above the one before it, or not below n."""
+    """Return the index of the first position that is not above the one before it, or not below n; else k."""
     k = positions.size
     wrong = 0
-    for i in range(1, k):  # without a way out, several at once
+    for i in range(1, k):  # without a break, so that LLVM looks at several at once
         wrong += positions[i] <= positions[i - 1]
     if k == 0 or (wrong == 0 and positions[0] >= 0 and positions[k - 1] < n):
         return k
@@ -113,10 +111,10 @@ def _sound(positions, n):
 
 @entry
 def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray, high: np.ndarray) -> int:
-    """Write (k,) int64 positions below n into low and high, uint64 words that need no clearing.
+    """Write (k,) int64 positions below n into low and high, uint64 words of any content.
 
     Returns:
-        How many are strictly ascending below n, from the first on; the words are complete if that is k.
+        How many of the first positions are strictly ascending below n; the words are complete if that is k.
     """
     sound = _sound(positions, n)
     high[:] = 0
@@ -146,7 +144,7 @@ def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, pos
     """Fill (k,) int64 positions.
 
     Returns:
-        How many are strictly ascending below n, from the first on; k + 1 when the words hold more than k.
+        How many of the first positions are strictly ascending below n; k + 1 if the words hold more than k.
     """
     mask = (uint64(1) << uint64(width)) - uint64(1)
     count = positions.size
@@ -186,16 +184,16 @@ def encode_integers(
     codes: np.ndarray,
     left: np.ndarray,
 ) -> None:
-    """Codes of ``int8`` and ``int3``, of groups that lie apart, and what they lose.
+    """Code groups of x as ``int8`` or ``int3``, and compute the error.
 
     Args:
         x: (N,) float32.
         starts: (groups,) int64, where each group begins in x.
-        bounds: (groups + 1,) int64, their lengths' sums, k in all.
+        bounds: (groups + 1,) int64, sums of the groups' lengths, from 0 to k.
         bits: of a code.
-        scales: (groups,) float32; filled.
-        codes: (k,) uint8; filled, two's complement in the lowest bits.
-        left: (N,) float32; ``x - decoded`` of the groups.
+        scales: (groups,) float32, filled.
+        codes: (k,) uint8, filled: two's complement in the lowest bits.
+        left: (N,) float32, filled with ``x - decoded`` of the groups.
     """
     levels, mask = np.float32((1 << (bits - 1)) - 1), (1 << bits) - 1
     for g in range(starts.size):
@@ -211,10 +209,10 @@ def encode_integers(
         largest = float_of(magnitude)
         divisor = largest if largest > np.float32(0) else np.float32(1)
         for i in range(n):
-            # Rounded to nearest, ties to even, by the addition itself: magnitudes are at most 127.
+            # The addition rounds to nearest, ties to even: magnitudes are at most 127.
             q = (given[i] / divisor) * levels + _ROUNDER - _ROUNDER
             lost[i] = given[i] - (q / levels) * largest
-            # A group that is not finite reads as NaN.
+            # A group that is not finite is decoded as NaN.
             code[i] = np.uint8((np.int32(q) if abs(q) <= levels else np.int32(0)) & mask)
         scales[g] = largest
 
@@ -223,7 +221,7 @@ def encode_integers(
 def add_integers(
     scales: np.ndarray, codes: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, sums: np.ndarray
 ) -> bool:
-    """Add what :func:`encode_integers` coded to (N,) float32 ``sums``; False if a code is one that it never makes."""
+    """Decode :func:`encode_integers` and add to (N,) float32 ``sums``; return False if a code is not one of its."""
     negative = 1 << (bits - 1)
     levels = np.float32(negative - 1)
     damaged = False
@@ -241,18 +239,18 @@ def add_integers(
 
 @entry
 def encode_two_means(values: np.ndarray, bounds: np.ndarray, means: np.ndarray, codes: np.ndarray) -> None:
-    """Codes of ``int2``: bit 0 is the sign, bit 1 says which of its group's two mean magnitudes an entry has.
+    """Code values as ``int2``: bit 0 is the sign, bit 1 says which of its group's two mean magnitudes an entry has.
 
     Args:
         values: (k,) float32.
         bounds: (groups + 1,) int64.
-        means: (2 groups,) float32; filled.
-        codes: (k,) uint8; filled.
+        means: (2 groups,) float32, filled.
+        codes: (k,) uint8, filled.
     """
     for g in range(bounds.size - 1):
         n = bounds[g + 1] - bounds[g]
         group, code = values[bounds[g] : bounds[g + 1]], codes[bounds[g] : bounds[g + 1]]
-        # In float64: the sum of a group may exceed float32, and a mean of finite values then never does.
+        # In float64, because the sum of a group may exceed float32; a mean of finite values does not.
         total = 0.0
         for i in range(n):
             total += abs(group[i])
@@ -270,13 +268,13 @@ def encode_two_means(values: np.ndarray, bounds: np.ndarray, means: np.ndarray, 
 
 @entry
 def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, values: np.ndarray) -> None:
-    """Read what :func:`encode_two_means` coded into ``values``, (k,) float32."""
+    """Decode :func:`encode_two_means` into ``values``, (k,) float32."""
     for g in range(bounds.size - 1):
         first = bits_in(means[2 * g])
         change = first ^ bits_in(means[2 * g + 1])
         for i in range(bounds[g], bounds[g + 1]):
             code = uint32(codes[i])
-            # Arithmetic on the bits, since a branch on random ones costs three times as much.
+            # Arithmetic on the bits: a branch on random bits takes three times as long.
             value = first ^ (change * (code >> uint32(1) & uint32(1)))
             values[i] = float_of(value | (code & uint32(1)) << uint32(31))
 
@@ -285,7 +283,7 @@ _TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
 
 
 def _packing(bits):
-    """See :data:`packing`; compiled for one width, which makes them ten times faster."""
+    """Return both functions of :data:`packing` for one width: a fixed width makes them ten times faster."""
     each = 8 // bits if 8 % bits == 0 else 0  # codes that fill a byte
     mask = (1 << bits) - 1
 
@@ -328,14 +326,14 @@ def _packing(bits):
     return packed, unpacked
 
 
-# By a code's width in bits: a function ``(codes, out)`` that writes the low bits of each code as one string, lowest
-# first, into ceil(n*bits/8) bytes; and one ``(data, codes)`` that undoes it.
+# Width of a code in bits -> a function ``(codes, out)``, which packs the low bits of the codes, lowest first, into
+# ceil(n*bits/8) bytes, and a function ``(data, codes)``, which unpacks them.
 packing = {bits: _packing(bits) for bits in range(1, 9)}
 
 
 @entry
 def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
-    """Write codes of 0, 1 and 2, five to a byte as a number to the base 3, into ceil(n/5) bytes."""
+    """Pack codes of 0, 1 and 2 into ceil(n/5) bytes, five per byte as a number to the base 3."""
     whole = codes.size // 5
     for b in range(whole):
         i = 5 * b
@@ -350,7 +348,7 @@ def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
 
 @entry
 def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
-    """Undo :func:`pack_trits`; returns False where a byte is above 242, which none can be."""
+    """Undo :func:`pack_trits`; return False if a byte is above 242, which it never writes."""
     whole = codes.size // 5
     for b in range(whole):
         value = data[b]
@@ -370,13 +368,13 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-32
-_LANES = 64  # sums that are made side by side, so that additions do not wait for each other
+_LANES = 64  # sums that are computed side by side, so that additions do not wait for each other
 _LARGEST = np.finfo(np.float32).max
 
 
 @helper
 def _uniform(key, i):
-    """Random number i of a key, in [0, 1) with 32 bits: SplitMix64 (Steele et al. 2014), which can start anywhere."""
+    """Return random number i of a key, 32 bits in [0, 1): SplitMix64 (Steele et al. 2014), which can start anywhere."""
     z = key + (uint64(i) + uint64(1)) * _GOLDEN
     z = (z ^ (z >> uint64(30))) * _MIX1
     z = (z ^ (z >> uint64(27))) * _MIX2
@@ -393,7 +391,7 @@ def uniform(key: np.uint64, out: np.ndarray) -> None:
 
 @entry
 def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
-    """Each group's largest magnitude, or with ``squared`` its L2 norm if larger: (ceil(n/group),) float64."""
+    """Write each group's largest magnitude to (ceil(n/group),) float64 ``out``; with ``squared`` its L2 norm."""
     sums = np.empty(_LANES)
     for g in range(out.size):
         part = x[g * group : min((g + 1) * group, x.size)]
@@ -411,7 +409,7 @@ def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
 
 @entry
 def spread(x: np.ndarray) -> tuple[float, float]:
-    """The largest magnitude and the standard deviation of (n,) finite floats, n > 0."""
+    """Return the largest magnitude and the standard deviation of (n,) finite floats, n > 0."""
     sums = np.zeros(_LANES)
     largest = 0.0
     for start in range(0, x.size, _LANES):
@@ -436,12 +434,12 @@ def round_signed(
 
     Args:
         x: (n,) finite floats.
-        scales: (ceil(n / group),) float32, of each ``group`` elements; where it is 0 all become 0.
+        scales: (ceil(n / group),) float32; elements with the scale 0 become 0.
         group: elements that share a scale.
-        limit: magnitudes are cut there.
+        limit: larger magnitudes become this one.
         levels: the largest integer; the code is the rounded number plus ``levels``.
         key: of the random numbers.
-        codes: written.
+        codes: filled.
     """
     for g in range(scales.size):
         scale = float(scales[g])
@@ -455,14 +453,14 @@ def round_signed(
         for i in range(start, stop):
             value = float(x[i])
             magnitude = min(abs(value), limit)
-            # Cut before it becomes an integer, which has no room for all of float64.
+            # Limited before it becomes an integer, which cannot hold every float64.
             level = int(min(float(levels), magnitude * factor + _uniform(key, i)))
             codes[i] = levels - level if value < 0 else levels + level
 
 
 @entry
 def scale_signed(codes: np.ndarray, scales: np.ndarray, group: int, levels: int, out: np.ndarray) -> bool:
-    """Turn codes of :func:`round_signed` into (n,) float32; returns False where a code is above ``2 * levels``."""
+    """Turn codes of :func:`round_signed` into (n,) float32; return False if a code is above ``2 * levels``."""
     most = 2 * levels
     good = True
     for g in range(scales.size):
@@ -484,7 +482,7 @@ def scale_span(codes: np.ndarray, scale: np.float32, levels: int, out: np.ndarra
 
 @entry
 def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: np.ndarray) -> None:
-    """Round ``(x / (2 scale) + 1/2) * levels`` at random to a neighbouring integer of 0 to ``levels``."""
+    """Round ``(x / (2 scale) + 1/2) * levels`` at random to a neighbouring integer from 0 to ``levels``."""
     if scale == 0.0:
         for i in range(x.size):
             codes[i] = 0
@@ -497,15 +495,15 @@ def round_span(x: np.ndarray, scale: float, levels: int, key: np.uint64, codes: 
 
 @entry
 def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
-    """Means of the negative and of the other entries of each column.
+    """Compute the means of the negative and of the other entries of each column.
 
     Args:
         x: (outer, columns, inner) floats.
-        means: (2, columns) float32, written: of those below 0, of the others; 0 where there are none.
-        signs: (outer * columns * inner,) uint8, written: 1 unless below 0.
+        means: (2, columns) float32, filled: of the entries below 0, and of the others; 0 if there are none.
+        signs: (outer * columns * inner,) uint8, filled: 0 for an entry below 0, else 1.
     """
     outer, columns, inner = x.shape
-    # Sums in lanes, so that the additions of one column do not wait for each other.
+    # Several sums per column, so that additions do not wait for each other.
     lanes = 1 if inner == 1 else _LANES
     low, high, above = np.zeros((columns, lanes)), np.zeros((columns, lanes)), np.zeros(columns, np.int64)
     at = 0
@@ -540,7 +538,7 @@ def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
 
 @entry
 def spread_means(signs: np.ndarray, means: np.ndarray, out: np.ndarray) -> None:
-    """Undo :func:`split_means` as far as it goes: ``out`` (outer, columns, inner) float32."""
+    """Fill ``out``, (outer, columns, inner) float32, with the mean of each entry's sign."""
     outer, columns, inner = out.shape
     if inner == 1:
         for o in range(outer):

@@ -1,4 +1,4 @@
-"""The slow, plain NumPy backend: the oracle that the fast ones are compared with."""
+"""The plain, slow NumPy backend, which tests compare the fast ones with."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Sel
 
 
 def top_k(values: np.ndarray, k: int) -> np.ndarray:
-    """Positions of the at most k largest non-zero ``|values|``, ascending; ties go to the lower position.
+    """Return the ascending positions, int64, of the k largest non-zero ``|values|``, or of all if there are fewer.
 
-    Args:
-        values: (n,) finite floats.
-        k: 0 <= k.
-
-    Returns:
-        (min(k, non-zero entries),) int64.
+    Of equal magnitudes, lower positions go first. ``values`` are (n,) finite floats.
     """
     magnitude = np.abs(values)
     n = magnitude.size
@@ -36,7 +31,7 @@ def top_k(values: np.ndarray, k: int) -> np.ndarray:
 
 
 class ReferenceKernels(Kernels):
-    """NumPy only. Every operation makes temporaries of size n; see :class:`dgc.core.kernels.base.Kernels`."""
+    """See :class:`dgc.core.kernels.base.Kernels`. Every operation makes temporary arrays of size n."""
 
     name = "reference"
 
@@ -67,7 +62,7 @@ class ReferenceKernels(Kernels):
             with np.errstate(over="ignore", invalid="ignore"):
                 velocity = m * u[span] + g if w.momentum else g
                 sums = v[span] + (g + m * velocity if w.nesterov and w.momentum else velocity)
-            # Where finite values add up to infinity, both stay what they were.
+            # Where a sum of finite values is infinite, u and v keep their values.
             fits = np.isfinite(sums)
             nonfinite |= not fits.all()
             if w.momentum:
@@ -125,7 +120,7 @@ class ReferenceKernels(Kernels):
 
 
 def effective_gradient(work: SegmentWork, dtype: np.dtype) -> np.ndarray:
-    """``G = gradient * scale + weight_decay * parameter`` in the state's type, as a new array of ``(length,)``."""
+    """Return ``G = gradient * scale + weight_decay * parameter``, (length,), in the state's type."""
     g = as_float(work.gradient, dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         if work.scale != 1:
@@ -136,7 +131,7 @@ def effective_gradient(work: SegmentWork, dtype: np.dtype) -> np.ndarray:
 
 
 def as_float(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy of ``array`` in ``dtype``; uint16 are the bits of bfloat16."""
+    """Return a copy of ``array`` in ``dtype``; uint16 are the bits of bfloat16."""
     if array.dtype == np.uint16:
         array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return array.astype(dtype)

@@ -1,10 +1,9 @@
 """Fixed-width vectors, atomic counters and raw addresses for Numba kernels.
 
-Numba leaves vectorisation to LLVM's loop passes, which give up on a loop that updates a block, looks whether any of
-its entries passes a threshold and only then decides what to store. With a vector type the kernel says it directly:
-one value holds LANES floats, an operation on it is one LLVM instruction, which LLVM splits into the registers of the
-machine at hand (four of 512 bits, eight of 256, sixteen of 128). Operations are exactly rounded one by one: LLVM
-contracts a product and a sum into one rounding only where a flag says so, and none does.
+Numba leaves vectorisation to LLVM. LLVM cannot vectorise a loop that updates a block, looks whether an entry passes a
+threshold, and then decides what to store. So kernels use a vector type: a value holds LANES floats, and an operation on
+it is one LLVM instruction, which LLVM splits into the machine's registers (four of 512 bits, eight of 256, sixteen of
+128). Each operation is rounded by itself: LLVM merges a product and a sum only if a flag allows it, and none does.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ from numba.extending import intrinsic, models, register_jitable, register_model
 
 from dgc.core.kernels.compile import helper
 
-# Elements between the place that is worked on and the one that is asked for by :func:`prefetch`: 2 KiB of float32.
-AHEAD = 512
+AHEAD = 512  # how many elements ahead of the current one :func:`prefetch` asks for: 2 KiB of float32
 
-# Floats in a vector; also how many entries one look at the threshold covers. Never changes a result.
+# Floats in a vector, which are compared with a threshold together. No result depends on it.
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
 
 _I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
 _WORDS, _VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
 
-Compiled: TypeAlias = Any  # A type or a value of Numba's compiler, which has no types for them
+Compiled: TypeAlias = Any  # a type or a value of Numba's compiler, which has no type hints
 
 
 class Lanes(types.Type):
-    """LANES numbers of 32 bits, as a Numba type. They live in registers: no array, no argument of an entry."""
+    """A Numba type: LANES numbers of 32 bits in registers. It cannot be an argument of an :func:`entry`."""
 
 
-# float32; and copies of a magnitude's bits, to compare vectors with.
+# float32 numbers; and copies of a magnitude's bits, to compare vectors with.
 VECTOR, THRESHOLD = Lanes("vector"), Lanes("threshold")
 
 
@@ -53,7 +51,7 @@ def _splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def _magnitude(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    """The bits of |x|: as integers they are in the order of the magnitudes, with infinity and NaN on top."""
+    """Return the bits of |x|. As integers they have the order of the magnitudes; infinity and NaN are the largest."""
     return builder.and_(builder.bitcast(vector, _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * LANES))
 
 
@@ -65,7 +63,7 @@ def _place(
 
 @intrinsic
 def load(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
-    """``array[index : index + LANES]``, float32, as a vector."""
+    """Return ``array[index : index + LANES]``, float32, as a vector."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         place = _place(context, builder, signature.args[0], *args)
@@ -80,7 +78,7 @@ _LINE = 64  # bytes of a cache line
 
 
 def _asking(lines: int) -> Callable[..., ir.Value]:
-    """Generate code that asks for the cache line of an array's element and those after it."""
+    """Return code that asks for the cache line of an array's element, and for the lines after it."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         byte = ir.IntType(8).as_pointer()
@@ -97,10 +95,10 @@ def _asking(lines: int) -> Callable[..., ir.Value]:
 
 @intrinsic
 def prefetch(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
-    """Ask for ``array[index : index + LANES]`` in advance; where there is no memory, nothing happens.
+    """Ask for ``array[index : index + LANES]`` in advance; an address without memory does no harm.
 
-    The processor fetches ahead by itself, but begins anew on every page of 4 KiB: with a request for each line, AHEAD
-    elements in advance, one core reads and writes 10 % more in the same time.
+    The processor fetches ahead by itself, but begins again on every page of 4 KiB. With a request for each line, one
+    core reads and writes 10 % more in the same time.
     """
     lines = LANES * array.dtype.bitwidth // 8 // _LINE
     return types.void(array, types.intp), _asking(lines)
@@ -114,9 +112,10 @@ def prefetch_entry(typing_context: Compiled, array: Compiled, index: Compiled) -
 
 @intrinsic
 def load_half(typing_context: Compiled, words: Compiled, index: Compiled) -> Compiled:
-    """``words[index : index + LANES]``, float16 bits as uint16, as a float32 vector; exact.
+    """Return ``words[index : index + LANES]``, float16 bits as uint16, as a float32 vector; exactly.
 
-    As :func:`from_half`, of which LLVM makes vectors that are too short: a pass over float16 takes a tenth longer.
+    It does the same as :func:`from_half`, from which LLVM makes vectors that are too short: a pass over float16 would
+    take 10 % longer.
     """
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
@@ -142,7 +141,7 @@ def load_half(typing_context: Compiled, words: Compiled, index: Compiled) -> Com
 
 @intrinsic
 def store(typing_context: Compiled, array: Compiled, index: Compiled, vector: Compiled) -> Compiled:
-    """``array[index : index + LANES] = vector``."""
+    """Store a vector to ``array[index : index + LANES]``."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         place = _place(context, builder, signature.args[0], args[0], args[1])
@@ -154,25 +153,25 @@ def store(typing_context: Compiled, array: Compiled, index: Compiled, vector: Co
 
 @intrinsic
 def splat(typing_context: Compiled, value: Compiled) -> Compiled:
-    """Return a vector of LANES times ``value``."""
+    """Return a vector with LANES copies of ``value``."""
     return VECTOR(types.float32), lambda context, builder, signature, args: _splat(builder, args[0])
 
 
 @intrinsic
 def add(typing_context: Compiled, a: Compiled, b: Compiled) -> Compiled:
-    """``a + b``."""
+    """Return ``a + b``."""
     return a(a, b), lambda context, builder, signature, args: builder.fadd(*args)
 
 
 @intrinsic
 def multiply(typing_context: Compiled, a: Compiled, b: Compiled) -> Compiled:
-    """``a * b``."""
+    """Return ``a * b``."""
     return a(a, b), lambda context, builder, signature, args: builder.fmul(*args)
 
 
 @intrinsic
 def splat_key(typing_context: Compiled, key: Compiled) -> Compiled:
-    """Spread the magnitude bits ``key`` for comparisons with vectors."""
+    """Return LANES copies of the magnitude bits ``key``, to compare vectors with."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         return _splat(builder, builder.trunc(args[0], _I32))
@@ -182,7 +181,7 @@ def splat_key(typing_context: Compiled, key: Compiled) -> Compiled:
 
 @intrinsic
 def reaching(typing_context: Compiled, vector: Compiled, limit: Compiled) -> Compiled:
-    """Bit i of the result says whether ``|vector[i]|`` is at least ``limit``; NaN counts as above infinity."""
+    """Return a mask whose bit i says whether ``|vector[i]|`` is at least ``limit``; NaN is above infinity."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         bits = builder.bitcast(builder.icmp_signed(">=", _magnitude(builder, args[0]), args[1]), ir.IntType(LANES))
@@ -193,21 +192,21 @@ def reaching(typing_context: Compiled, vector: Compiled, limit: Compiled) -> Com
 
 @intrinsic
 def lowest_bit(typing_context: Compiled, mask: Compiled) -> Compiled:
-    """Index of the lowest bit that is set in a mask other than 0."""
+    """Return the index of the lowest bit that is set in a mask other than 0."""
     return types.int64(types.uint64), lambda context, builder, signature, args: builder.cttz(args[0], _I1(1))
 
 
 @intrinsic
 def count_bits(typing_context: Compiled, mask: Compiled) -> Compiled:
-    """How many bits of the mask are set."""
+    """Return how many bits of the mask are set."""
     return types.int64(types.uint64), lambda context, builder, signature, args: builder.ctpop(args[0])
 
 
 @intrinsic
 def fetch_add(typing_context: Compiled, counters: Compiled, index: Compiled, amount: Compiled) -> Compiled:
-    """Add ``amount`` to ``counters[index]``, (·,) int64, as one step among threads; returns what it was before.
+    """Add ``amount`` to ``counters[index]``, int64, atomically; return the number before.
 
-    What a thread wrote before its call is visible to every thread whose later call sees its addition.
+    What a thread wrote before its call is visible to every thread whose later call sees the addition.
     """
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
@@ -229,19 +228,19 @@ def at_address(typing_context: Compiled, address: Compiled) -> Compiled:
 
 @register_jitable
 def bits_of(array: np.ndarray) -> np.ndarray:
-    """The float32 array's memory as int32."""
+    """Return the float32 array's memory as int32."""
     return array.view(np.int32)
 
 
 @intrinsic
 def bits_in(typing_context: Compiled, x: Compiled) -> Compiled:
-    """The bits of one float32 as uint32."""
+    """Return the bits of one float32 as uint32."""
     return types.uint32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], _I32)
 
 
 @intrinsic
 def float_of(typing_context: Compiled, bits: Compiled) -> Compiled:
-    """The float32 of these bits, uint32."""
+    """Return the float32 with these bits, uint32."""
     return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
         args[0], ir.FloatType()
     )
@@ -249,10 +248,10 @@ def float_of(typing_context: Compiled, bits: Compiled) -> Compiled:
 
 @helper
 def from_half(half):
-    """The float32 that a half is, of its bits, uint16.
+    """Return the float32 of a half, given by its bits, uint16.
 
-    Denormals, of which gradients are full, are converted as the integers that they are: as float32 denormals on the
-    way they would take a hundred times as long.
+    Gradients are full of denormal halves. They are converted as integers: as float32 denormals on the way they would
+    take a hundred times as long.
     """
     bits = uint32(half)
     magnitude = bits & uint32(0x7FFF)

@@ -1,11 +1,11 @@
-"""The compress pass of one bucket: momentum correction, the entries above a threshold, and the k largest of them.
+"""The pass over one bucket: momentum correction, the entries above a threshold, and the k largest of them.
 
-All chunks of all segments are shared out to the threads; the last to finish picks. A chunk is a piece of one segment.
-Threads take chunks by ticket and write candidates into room of their own. Whoever finishes a segment's last chunk picks
-its entries at once, so no thread waits for another in between. Chunks do not depend on the number of threads and a
-segment's candidates are read in the order of its chunks, so neither do results.
+A chunk is a piece of one segment. Threads take one chunk after the other, and each writes candidates into a scratch
+array of its own. The thread that finishes a segment's last chunk picks the segment's entries at once, so no thread
+waits for another one in between. Results do not depend on the number of threads: neither do the chunks, and a segment's
+candidates are read in the order of its chunks.
 
-Imports Numba, as do ``cpu``, ``simd``, ``threads`` and ``compile``: to be loaded on first use.
+This module imports Numba, as do ``cpu``, ``loops``, ``simd``, ``threads`` and ``compile``: load them on first use.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from dgc.core.kernels.threads import Team
 from dgc.core.kernels.threshold import ENOUGH
 from dgc.core.layout import FLOAT_TYPES
 
-# -- a bucket's work as two tables of numbers, so that no Python object is left in a loop ------------------------------
-# S segments; addresses stand for arrays, so that one compiled kernel serves every mix of types and no array is copied.
+# -- a bucket's work as two tables of numbers, so that loops meet no Python object -------------------------------------
+# S segments. The tables hold addresses of arrays, so that one compiled kernel serves every mix of types without copies.
 
 # Columns of the (S, 13) int64 table that Python fills.
 GRADIENT, GRADIENT_TYPE, PARAMETER, PARAMETER_TYPE, OFFSET, LENGTH, ENTRIES, FORM = range(8)
-# Columns that a kernel fills: the threshold's bits, the most candidates, the first chunk, the first output place.
+# Columns that a kernel fills: the threshold's bits, the most candidates, the first chunk, the first output position.
 KEY, MOST, FIRST_CHUNK, OUT, UNUSED = range(8, 13)
 INTEGERS = 13
 
-# Columns of the (S, 4) float64 table; USED, the threshold of this pass, is filled by a kernel.
+# Columns of the (S, 4) float64 table. A kernel fills USED, the threshold of this pass.
 MOMENTUM, DECAY, SCALE, USED = range(4)
 REALS = 4
 
@@ -65,14 +65,14 @@ _FLOAT32 = FLOAT_TYPES["float32"]
 
 
 def address_of(array: np.ndarray) -> int:
-    """Address of a contiguous array's first element; the way around by ``array.ctypes`` takes four times as long."""
+    """Return the address of a contiguous array's first element; ``array.ctypes`` takes four times as long."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
-    """Address and type of a 1-D array of ``length`` elements."""
-    # The common case first: after a pass the caches are cold, and each further test fetches its code anew.
+    """Return address and type code of a 1-D array of ``length`` elements."""
+    # The common case first: after a pass the caches are cold, so that the code of each further test has to be fetched.
     if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
         return address_of(array), FLOAT32
     return address_of(array), type_code(array, length, what)
@@ -98,47 +98,46 @@ def make_table(work: Sequence[SegmentWork]) -> tuple[np.ndarray, np.ndarray]:
 
 
 # -- one chunk ---------------------------------------------------------------------------------------------------------
-# 20 bytes an element in float32: g, u and v are read, u and v written, each once. LANES entries at a time are updated
-# in registers and compared with the threshold; the comparison leaves one mask of LANES bits, and only a mask that is
-# not 0 (one in ten at a density of 0.1 %) costs a branch. Infinity is above every threshold, so that the same mask also
-# shows an update that is not finite before anything was stored; such a block is computed again entry by entry.
+# A pass moves 20 bytes per float32 element: it reads g, u and v once, and writes u and v once. LANES entries at a time
+# are updated in registers and compared with the threshold. The comparison gives a mask of LANES bits; only a mask other
+# than 0 (one in ten at a density of 0.1 %) costs a branch. Infinity is above every threshold, so the same mask shows a
+# block that is not finite before it is stored. Such a block is computed again, entry by entry.
 
-# Elements of another type that are widened at a time: they stay in the first two caches.
-STRIP = 4096
+STRIP = 4096  # elements of another type that are widened at a time: they stay in the first two caches
 
 _UINT64_1 = np.uint64(1)
 
 
-# Bits of a float32 without its sign, and those of infinity.
+# The bits of a float32 without its sign, and the bits of infinity.
 MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
 @helper
 def key_of(value: float, like: np.ndarray) -> int:
-    """Bits of a magnitude in float32; ``like`` is (1,) float32 scratch."""
+    """Return the bits of a magnitude in float32; ``like`` is (1,) float32 scratch."""
     like[0] = value
     return np.int64(bits_of(like)[0])  # type: ignore[return-value]
 
 
 @helper
 def value_of(key: int, like: np.ndarray) -> float:
-    """The magnitude whose bits ``key`` is, in float64."""
+    """Return the magnitude with the bits ``key``, in float64."""
     bits_of(like)[0] = key
     return np.float64(like[0])
 
 
 @helper
 def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):
-    """Update ``start`` to ``stop``, entries of G that are not finite as 0; returns whether there was one.
+    """Update ``start`` to ``stop``; return whether an entry was not finite. Such entries of G count as 0.
 
-    Where finite values add up to infinity, u and v stay what they were, and that counts as one.
+    Where a sum of finite values is infinite, u and v keep their values.
     """
     nonfinite = False
     for i in range(start, stop):
         x = g[i - g0] * scale
         if decays:
             x += p[i - p0] * decay
-        # v's place serves to look at the bits; its old value is back before it is used.
+        # v[i] holds x only while its bits are looked at.
         old = v[i]
         v[i] = x
         if bits[i] & MAGNITUDE >= INFINITY:
@@ -160,9 +159,9 @@ def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, deca
 
 @helper
 def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
-    """Update ``start`` to ``stop``; append what reaches ``key`` at place n, until a block begins beyond ``full``.
+    """Update ``start`` to ``stop``; append entries that reach ``key`` from index n on, until ``full`` is passed.
 
-    g and p begin at the bucket's places g0 and p0. Returns the new n and whether a non-finite entry was met.
+    g and p begin at the bucket's positions g0 and p0. Returns the new n, and whether an entry was not finite.
     """
     ms, decays_, scales = splat(m), splat(decay), splat(scale)
     keys, infinities = splat_key(key), splat_key(INFINITY)
@@ -213,8 +212,8 @@ def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale,
 
 @helper
 def widen(address, code, start, count, out):
-    """Elements ``start`` to ``start + count`` of the array of type ``code`` at ``address``, in ``out``'s type."""
-    # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
+    """Copy ``count`` elements from ``start`` on of the array of type ``code`` at ``address`` to ``out``."""
+    # Slices, so that indices start at 0: an index that might be negative costs a branch in each loop.
     out = out[:count]
     if code == FLOAT32:
         single = carray(at_address(address), (start + count,), types.float32)[start:]
@@ -239,7 +238,7 @@ def widen(address, code, start, count, out):
 
 @helper
 def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, positions, values, n, full):
-    """Update elements ``start`` to ``stop`` of segment s, as ``_sweep``. ``wide``: (2 * STRIP,) scratch."""
+    """Update elements ``start`` to ``stop`` of segment s, like ``_sweep``; ``wide`` is (2 * STRIP,) scratch."""
     offset, length = integers[s, OFFSET], integers[s, LENGTH]
     form, decays = integers[s, FORM], integers[s, PARAMETER] != 0
     m, decay, scale = np.float32(reals[s, MOMENTUM]), np.float32(reals[s, DECAY]), np.float32(reals[s, SCALE])
@@ -267,16 +266,16 @@ def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, position
 
 
 # -- the choice among candidates ---------------------------------------------------------------------------------------
-# Candidates lie in runs (one for each chunk of the segment), each in ascending order of position. Magnitudes are
-# compared as the bits of ``|v|``, called keys. Exactly the k largest are picked without sorting: a partition of the
-# candidates' keys gives the k-th largest, and one more walk over the candidates writes the entries, in order.
+# Each chunk has left a run of candidates in ascending order of position. Magnitudes are compared by their bits, called
+# keys. The k largest are picked without sorting: a partition of the candidates' keys gives the k-th largest. Then
+# another walk over the candidates writes the entries in order.
 
 
 @helper
 def _order_statistic(keys, place):
-    """The key that would stand at ``place`` if ``keys`` were sorted; reorders them (Hoare's selection).
+    """Return the key at index ``place`` of the sorted keys; reorders ``keys`` (Hoare's selection).
 
-    Numba's own np.partition gives the same and takes a third of the whole compile time.
+    Numba's np.partition would do the same, but takes a third of the time that all kernels take to compile.
     """
     low, high = 0, keys.size - 1
     while low < high:
@@ -303,11 +302,7 @@ def _order_statistic(keys, place):
 
 @helper
 def kth_key(bits, starts, counts, first, last, total, k):
-    """The k-th largest key of the candidates, and how many entries of just that key are among the k largest.
-
-    Returns:
-        (key, ties): all keys above ``key`` belong to the k largest, and the first ``ties`` equal to it.
-    """
+    """Return the k-th largest key, and how many entries with this key are among the k largest: the first ones."""
     keys, n = np.empty(total, np.int32), 0
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
@@ -322,13 +317,13 @@ def kth_key(bits, starts, counts, first, last, total, k):
 
 @helper
 def write_largest(positions, values, bits, starts, counts, first, last, key, ties, k, out_positions, out_values, place):
-    """Write the k candidates above ``key``, or among the first ``ties`` equal to it, from ``place`` on, in order."""
+    """Write candidates above ``key``, and the first ``ties`` equal to it, k in all, in order from ``place`` on."""
     n, end = place, place + k
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
             if n == end:
                 return
-            # Written in any case and kept by advancing: no branch to mispredict.
+            # Always written, but n advances only for an entry to keep: there is no branch to mispredict.
             out_positions[n] = positions[i]
             out_values[n] = values[i]
             candidate = bits[i] & MAGNITUDE
@@ -339,17 +334,17 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
 
 CHUNK = 131072  # elements that a thread takes at a time; a multiple of LANES
 
-# In place of a count: the segment's candidates were too many or too few, or it collected none.
+# Stands for a count if a segment's candidates were too many or too few, or none were collected.
 UNFINISHED = -1
 
-# The rules are plain Python, for every backend; this lets kernels call them by name.
+# The rules are plain Python, for every backend. This lets kernels call them.
 for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.learn):
     register_jitable(_rule)
 
 
 @helper
 def _learn(row, k, used, count, kth):
-    """The rule as one compiled function, which would otherwise be compiled once for kernels and once for helpers."""
+    """Call the rule; as a helper it is compiled once, and not again for each kernel."""
     rules.learn(row, k, used, count, kth)
 
 
@@ -358,7 +353,7 @@ def prepare(integers, reals, thresholds, selecting):
     """Fill the columns of the work tables that depend on the thresholds.
 
     Returns:
-        Number of chunks, room for the candidates of one thread, number of entries to select, number of elements.
+        The numbers of chunks, of candidates that one thread may hold, of entries to select, and of elements.
     """
     chunks, room, out, elements, like = 0, 0, 0, 0, np.empty(1, np.float32)
     for s in range(len(integers)):
@@ -381,7 +376,7 @@ def prepare(integers, reals, thresholds, selecting):
 
 @entry
 def begin(integers, chunk_table, left, spent):
-    """Set the scratch arrays of :func:`compress_chunks` up; for their meaning see there."""
+    """Fill the scratch arrays of :func:`compress_chunks` for its first chunk."""
     for s in range(len(integers)):
         spent[:, s] = 0
         left[s] = (integers[s, LENGTH] + CHUNK - 1) // CHUNK
@@ -391,7 +386,7 @@ def begin(integers, chunk_table, left, spent):
 
 @helper
 def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, counts, like, out_positions, out_values):
-    """Pick segment s among its candidates; returns how many entries, or UNFINISHED."""
+    """Pick the entries of segment s among its candidates; return their number, or UNFINISHED."""
     k, key = integers[s, ENTRIES], integers[s, KEY]
     if k == 0:
         return 0
@@ -400,14 +395,14 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
     length, used = integers[s, LENGTH], reals[s, USED]
     first = integers[s, FIRST_CHUNK]
     last = first + (length + CHUNK - 1) // CHUNK
-    total: Any = np.int64(0)  # a plain 0 would be a type of its own, for which what is called is compiled once more
+    total: Any = np.int64(0)  # for a plain 0, of another type, the functions below would be compiled once more
     for c in range(first, last):
         if counts[c] < 0:
             return UNFINISHED
         total += counts[c]
     if total > integers[s, MOST]:
         return UNFINISHED
-    # At threshold 0 all non-zero entries are there: fewer than k is then the whole truth.
+    # With threshold 0, all entries but zeros are candidates, even if they are fewer than k.
     if total < k and used > 0.0 and total < ENOUGH * k:
         return UNFINISHED
     if total <= k:
@@ -431,26 +426,26 @@ def compress_chunks(
 ):  # fmt: skip
     """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
 
-    A kernel for :class:`dgc.core.kernels.threads.Team`, W threads.
+    A kernel for :class:`dgc.core.kernels.threads.Team`, with C chunks as pieces and W threads.
 
     Args:
         worker: this thread's number, below W.
         progress: (2,) int64: chunks taken, chunks done.
-        chunks: C, number of chunks.
+        chunks: C.
         integers: (S, 13) int64 work table, prepared.
         reals: (S, 4) float64 work table, prepared.
         thresholds: (S, COLUMNS) float64, updated.
-        u: (·,) float32, in place.
-        v: (·,) float32, in place.
-        selecting: False updates only.
+        u: float32, in place.
+        v: float32, in place.
+        selecting: False only updates u and v.
         room: candidates that one thread may hold.
-        chunk_table: (3, >= C) int64 scratch: each chunk's segment, its first candidate's place, its candidates.
+        chunk_table: (3, >= C) int64 scratch: each chunk's segment, the index of its first candidate, and their number.
         left: (>= S,) int64 scratch: chunks of each segment that are not done.
         positions: (>= W * room,) int32 scratch.
         values: (>= W * room,) float32 scratch.
-        spent: (>= W, >= S) int64 scratch: candidates that each thread holds of each segment.
-        nonfinite: (W,) int64, receives 1 where a thread met a non-finite entry.
-        taken: (S,) int64, receives the number of entries picked, or UNFINISHED.
+        spent: (>= W, >= S) int64 scratch: candidates of each segment that each thread holds.
+        nonfinite: (W,) int64, set to 1 if the thread met an entry that is not finite.
+        taken: (S,) int64, set to the number of entries picked, or UNFINISHED.
         out_positions: (k,) int64; segment s fills its part from its OUT on.
         out_values: (k,) float32, likewise.
     """
@@ -465,7 +460,7 @@ def compress_chunks(
         s = chunk_segment[c]
         start = (c - integers[s, FIRST_CHUNK]) * CHUNK
         stop = min(start + CHUNK, integers[s, LENGTH])
-        # More than this from one thread alone is too many for the segment, whatever the others find.
+        # If one thread finds more than this, they are too many, whatever the others find.
         allowed = integers[s, MOST] - spent[worker, s]
         key = integers[s, KEY] if allowed >= 0 else INFINITY
         first = n
@@ -492,7 +487,7 @@ def compress_chunks(
 def chosen(
     integers: np.ndarray, taken: np.ndarray, positions: np.ndarray, values: np.ndarray, nonfinite: bool
 ) -> Selection:
-    """What was picked of all segments, where some may have picked fewer than there is room for."""
+    """Return the entries that were picked; a segment may have picked fewer than it has room for."""
     if int(taken.sum()) < positions.size:
         inside = [slice(out, out + n) for out, n in zip(integers[:, OUT], taken, strict=True)]
         positions, values = np.concatenate([positions[i] for i in inside]), np.concatenate([values[i] for i in inside])
@@ -500,7 +495,7 @@ def chosen(
 
 
 class Scratch:
-    """Scratch arrays of the pass over a bucket, of at least the sizes asked for."""
+    """Scratch arrays of the pass over a bucket."""
 
     def __init__(self, workers: int, segments: int, chunks: int, room: int) -> None:
         self.sizes = (workers, segments, chunks, workers * room)
@@ -512,13 +507,13 @@ class Scratch:
 
 
 class Workspace(threading.local):
-    """What a Python thread keeps from call to call: it grows, and stays."""
+    """Scratch arrays that a Python thread keeps from call to call."""
 
     def __init__(self) -> None:
-        self.kept: list[Scratch] = []  # those that are not in use: who borrows one puts it back
+        self.kept: list[Scratch] = []  # those that are not in use: a borrower puts them back
 
     def borrow(self, workers: int, segments: int, chunks: int, room: int) -> Scratch:
-        """Return scratch arrays that have no other user, grown when they are too small."""
+        """Return unused scratch arrays of at least these sizes."""
         if self.kept:
             scratch = self.kept.pop()
             w, s, c, r = scratch.sizes
@@ -529,10 +524,10 @@ class Workspace(threading.local):
         return Scratch(workers, segments, chunks, room)
 
 
-# -- the choice among all entries, for when no threshold helps ---------------------------------------------------------
-# A radix selection on the bits of ``|v|``: histograms of BINS bins from the top bits down give the k-th largest
-# magnitude, and one more pass writes the entries in order. A bounded number of passes that only read v (4 bytes an
-# element), whatever the values are. With the candidates' own search a step at a density of 25 % takes twice as long.
+# -- the choice among all entries, if a threshold does not help --------------------------------------------------------
+# A radix selection on the bits of ``|v|``: histograms of BINS bins, from the top bits down, give the k-th largest
+# magnitude, and another pass writes the entries in order. Whatever the values are, a few passes suffice, and they only
+# read v (4 bytes per element). With the search among candidates, a step at a density of 25 % would take twice as long.
 
 BINS = 2048
 _ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -540,7 +535,7 @@ _ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 @helper
 def _count(v, bits, key):
-    """How many entries reach ``key``."""
+    """Return how many entries reach ``key``."""
     keys, count = splat_key(key), 0
     whole = v.size // LANES * LANES
     for i in range(0, whole, LANES):
@@ -552,13 +547,13 @@ def _count(v, bits, key):
 
 @helper
 def _tally(v, bits, low, high, shift, bins):
-    """Histogram of the keys from ``low`` to ``high``, by ``(key - low) >> shift``."""
+    """Count the keys from ``low`` to ``high`` in bins, by ``(key - low) >> shift``."""
     bins[:] = 0
     if low == 0 and high == MAGNITUDE:
         for i in range(v.size):
             bins[(bits[i] & MAGNITUDE) >> shift] += 1
         return
-    # No key is above the largest one, whose successor would be negative.
+    # The successor of the largest key would be negative; no key is above it.
     lows, highs = splat_key(low), splat_key(min(high, MAGNITUDE - 1) + 1)
     unlimited = _ALL_LANES if high == MAGNITUDE else np.uint64(0)
     whole = v.size // LANES * LANES
@@ -576,7 +571,7 @@ def _tally(v, bits, low, high, shift, bins):
 
 @helper
 def _kth_key_of_all(v, bits, k, bins):
-    """The k-th largest key, and how many entries of just that key are among the k largest; more than k are not 0."""
+    """Return the same as ``kth_key``, for all entries, of which more than k are not 0."""
     low: Any = np.int64(0)
     high: Any = np.int64(MAGNITUDE)
     wanted = k
@@ -596,7 +591,7 @@ def _kth_key_of_all(v, bits, k, bins):
 
 @helper
 def _write_selected(v, bits, key, ties, offset, out_positions, out_values):
-    """Fill the outputs with the entries above ``key``, or among the first ``ties`` equal to it, in order."""
+    """Fill the outputs with the entries above ``key`` and the first ``ties`` equal to it, in order."""
     n, i = 0, 0
     keys = splat_key(max(key, 1))
     while n < out_positions.size:
@@ -618,9 +613,9 @@ def _write_selected(v, bits, key, ties, offset, out_positions, out_values):
 def select_whole(
     worker, progress, count, v, integers, thresholds, which, out_positions, out_values, taken
 ):  # fmt: skip
-    """Select the ``which`` (count,) segments from all their entries, each by one thread. A kernel for ``Team``.
+    """Pick the entries of the segments ``which``, (count,), among all their entries; a segment is one piece.
 
-    All else as in :func:`compress_chunks`.
+    A kernel for ``Team``; other arguments as for :func:`compress_chunks`.
     """
     all_bits, bins, like = bits_of(v), np.empty(BINS, np.int64), np.empty(1, np.float32)
     while True:
@@ -629,7 +624,7 @@ def select_whole(
             break
         s = which[ticket]
         start, k, out = integers[s, OFFSET], integers[s, ENTRIES], integers[s, OUT]
-        # Slices, so that indices start at 0: one that might be negative would be a branch in each loop.
+        # Slices, so that indices start at 0: an index that might be negative costs a branch in each loop.
         own, bits = v[start : start + integers[s, LENGTH]], all_bits[start : start + integers[s, LENGTH]]
         nonzero = _count(own, bits, np.int64(1))
         key, ties, kth, reached = 0, 0, 0.0, 0
@@ -645,7 +640,7 @@ def select_whole(
         fetch_add(progress, 1, 1)
 
 
-# -- for a device, which has found the candidates ----------------------------------------------------------------------
+# -- the choice for a device, which finds the candidates itself --------------------------------------------------------
 
 
 @entry
@@ -658,16 +653,16 @@ def _choose(integers, reals, thresholds, positions, values, starts, counts, take
 
 
 class Choice:
-    """One bucket's choice in one step.
+    """The choice of one bucket's entries in one step.
 
     Attributes:
-        limits: (S,) float64, the least magnitude of each segment's candidates; infinity where there are none.
-        most: (S,) int64, how many candidates of each segment are kept; of one with more, none is used.
-        room: how many that makes.
+        limits: (S,) float64, the least magnitude of each segment's candidates; infinity to collect none.
+        most: (S,) int64, how many candidates of each segment are kept; if there are more, none of them is used.
+        room: the sum of ``most``.
     """
 
     def __init__(self, work: Sequence[SegmentWork], thresholds: np.ndarray) -> None:
-        """Take the work of a pass and what is known from those before it: (S, COLUMNS), updated."""
+        """Take the work of a pass, and the (S, COLUMNS) thresholds, which are updated."""
         self._thresholds = thresholds
         self._integers, self._reals = np.zeros((len(work), INTEGERS), np.int64), np.zeros((len(work), REALS))
         self._integers[:, OFFSET] = [w.offset for w in work]
@@ -681,16 +676,16 @@ class Choice:
         self._taken = np.full(len(work), UNFINISHED)
 
     def among(self, places: np.ndarray, values: np.ndarray, totals: np.ndarray) -> np.ndarray:
-        """Choose among candidates; returns the segments, by number, that need :meth:`among_all`.
+        """Choose among candidates; return the numbers of the segments that need :meth:`among_all`.
 
         Args:
-            places: (n,) int32 in the bucket, in any order.
+            places: (n,) int32 positions in the bucket, in any order.
             values: (n,) float32.
-            totals: (S,) how many candidates each segment had, with those that were not kept.
+            totals: (S,) how many candidates each segment had, including those that were not kept.
         """
         order = np.argsort(places)
         places, values = places[order], values[order]
-        # A segment's candidates are one run; the CPU's own are one for each of its chunks.
+        # A device leaves one run of candidates per segment, the CPU one per chunk.
         offsets, lengths = self._integers[:, OFFSET], self._integers[:, LENGTH]
         chunks = -(-lengths // CHUNK)
         first = np.cumsum(chunks) - chunks
@@ -706,12 +701,12 @@ class Choice:
         return np.flatnonzero(self._taken == UNFINISHED)
 
     def span(self, which: np.ndarray) -> slice:
-        """Where in the bucket those segments lie, and what is between them."""
+        """Return the slice of the bucket from the first to the last of these segments."""
         offsets = self._integers[which, OFFSET]
         return slice(int(offsets[0]), int(offsets[-1] + self._integers[which[-1], LENGTH]))
 
     def among_all(self, which: np.ndarray, v: np.ndarray, team: Team, threads: int) -> None:
-        """Choose among all entries of these segments: ``v`` is that of their :meth:`span`."""
+        """Choose among all entries of these segments; ``v`` is the one of their :meth:`span`."""
         start = self.span(which).start
         integers = self._integers.copy()
         integers[:, OFFSET] -= start
@@ -724,5 +719,5 @@ class Choice:
             self._positions[out : out + self._taken[s]] += start
 
     def selection(self, nonfinite: bool) -> Selection:
-        """What was chosen of all segments, in order."""
+        """Return the chosen entries of all segments, in order."""
         return chosen(self._integers, self._taken, self._positions, self._values, nonfinite)

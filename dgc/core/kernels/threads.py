@@ -1,10 +1,9 @@
-"""How many threads the kernels use, and the team of threads that shares out their work.
+"""How many threads the kernels use, and the team of threads that shares their work.
 
-Not Numba's own parallel loops. Those run on OpenMP or on a pool of Numba's that two Python threads may not enter at
-once; they end in a barrier, where a thread that the system has not scheduled yet holds up all others although nothing
-is left for it to do; and OpenMP neither survives a fork nor stops spinning when the framework needs the cores. Here
-every thread takes pieces of the work by ticket, the calling thread among them, and the call returns when all pieces
-are done: a helper that comes late finds nothing to do and goes back to sleep.
+Numba's own parallel loops are not used. They run on OpenMP, or on a pool that two Python threads may not enter at once.
+They end in a barrier, where a thread without work that the system has not scheduled yet holds up all others. OpenMP
+does not survive a fork, and keeps spinning when the framework needs the cores. Here every thread, the calling one too,
+takes pieces of the work until none is left, and the call returns when all pieces are done.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from dgc.core.kernels.simd import fetch_add
 from dgc.errors import ConfigError
 
 THREADS_VARIABLE = "DGC_NUM_THREADS"
-# Where launchers say how many ranks share this host; the first that is set counts.
+# Variables in which launchers give the number of ranks on this host; the first one that is set counts.
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
 
-# How often the end of the work is looked for before sleeping, a few hundred microseconds.
+# How often a thread looks whether the work is done before it sleeps: a few hundred microseconds.
 LOOKS = 20000
-NAP = 5e-5  # seconds of sleep between further looks
+NAP = 5e-5  # seconds of sleep between two looks after that
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Return how many cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -42,7 +41,7 @@ def available_cores() -> int:
 
 
 def default_threads() -> int:
-    """The process's share of its host: cores // ranks on this host, at least 1."""
+    """Return this process's share of the host's cores: cores // ranks on the host, at least 1."""
     wanted = os.environ.get(THREADS_VARIABLE)
     if wanted is not None:
         if not wanted.isdecimal() or int(wanted) < 1:
@@ -54,7 +53,7 @@ def default_threads() -> int:
 
 @entry
 def _all_done(progress, pieces, looks):
-    """Whether all pieces are done, looked for up to ``looks`` times."""
+    """Return whether all pieces are done; look up to ``looks`` times."""
     for _ in range(looks):
         if fetch_add(progress, 1, 0) >= pieces:
             return True
@@ -62,12 +61,12 @@ def _all_done(progress, pieces, looks):
 
 
 class Team:
-    """Threads that help the calling one with a kernel; they start when first needed and sleep in between.
+    """Threads that help the calling thread with a kernel; they start when first needed and sleep between calls.
 
-    A kernel is called as ``kernel(worker, progress, pieces, *arguments)``. It takes pieces 0 to ``pieces`` by
-    ``fetch_add(progress, 0, 1)`` until none is left, and after each one does ``fetch_add(progress, 1, 1)``; what it
-    writes it writes in between, because the caller may go on once all are done. Any number of Python threads may
-    call :meth:`run` at once. After a fork the child has a team of its own.
+    A kernel is called as ``kernel(worker, progress, pieces, *arguments)``. It takes a piece by
+    ``fetch_add(progress, 0, 1)`` until none is left, and ends each piece by ``fetch_add(progress, 1, 1)``. It must not
+    write after that, because the caller goes on when all pieces are done. Several Python threads may call :meth:`run`
+    at once. A forked child gets a new team.
     """
 
     def __init__(self) -> None:
@@ -81,16 +80,13 @@ class Team:
         self._helpers: list[Thread] = []
         self._lock = Lock()
         self._finalizer = weakref.finalize(self, _dismiss, self._jobs, self._helpers)
-        # At the end of the process the helpers are simply left behind.
+        # The helpers do not end when the process ends.
         self._finalizer.atexit = False
 
     def run(self, threads: int, kernel: Callable[..., None], pieces: int, *arguments: object) -> None:
-        """Run a kernel on up to ``threads`` threads, this one included; returns when all pieces are done.
+        """Run a kernel on up to ``threads`` threads, the calling one included; raise what it raises on any thread.
 
-        However it ends, by an interrupt too, no thread works on the arguments' memory any more.
-
-        Raises:
-            Exception: what the kernel raised, on whichever thread.
+        After the call, even one that an interrupt ended, no thread works on the arguments' memory.
         """
         work = self.start(min(threads, pieces) - 1, kernel, pieces, *arguments)
         try:
@@ -102,16 +98,17 @@ class Team:
     def start(
         self, helpers: int, kernel: Callable[..., None], pieces: int, *arguments: object, keeps: object = None
     ) -> Work:
-        """Let up to ``helpers`` threads begin with a kernel while this one does something else.
-
-        The caller must call ``finish()`` on what it returns before what the kernel writes is read.
+        """Let up to ``helpers`` threads begin with a kernel while the calling thread does something else.
 
         Args:
-            helpers: the most threads; their worker numbers go from 1 up to it, 0 is the thread that finishes.
-            kernel: see above.
-            pieces: see above.
+            helpers: the most threads; they are workers 1, 2, ...; the thread that calls ``finish()`` is worker 0.
+            kernel: the kernel.
+            pieces: how many pieces its work has.
             arguments: the kernel's.
-            keeps: is kept alive as long as a thread may work: what the arguments hold the addresses of.
+            keeps: objects whose addresses are among the arguments; kept alive as long as a thread may work.
+
+        Returns:
+            The work. Call its ``finish()`` before reading what the kernel writes.
         """
         work = Work(kernel, pieces, arguments, keeps)
         try:
@@ -126,7 +123,7 @@ class Team:
         return work
 
     def _hire(self, helpers: int) -> None:
-        """Start threads until there are ``helpers``, or no more are allowed."""
+        """Start threads until there are ``helpers``, or the system allows no more."""
         with self._lock, contextlib.suppress(RuntimeError):
             while len(self._helpers) < helpers:
                 thread = Thread(target=_help, args=(self._jobs,), name="dgc-kernel", daemon=True)
@@ -135,7 +132,7 @@ class Team:
 
 
 class Work:
-    """One run of a kernel, which threads may share."""
+    """One run of a kernel, on one or several threads."""
 
     def __init__(self, kernel: Callable[..., None], pieces: int, arguments: tuple[Any, ...], keeps: object) -> None:
         self._kernel, self._pieces, self._arguments, self._keeps = kernel, pieces, arguments, keeps
@@ -146,7 +143,7 @@ class Work:
         self._finished: list[int] = []
 
     def help(self, worker: int) -> None:
-        """Work on it as one of the threads it was offered to."""
+        """Help with the work, on a thread that it was offered to."""
         self._started.append(worker)
         try:
             self._kernel(worker, self._progress, self._pieces, *self._arguments)
@@ -155,11 +152,7 @@ class Work:
         self._finished.append(worker)
 
     def finish(self) -> None:
-        """Do what is left of the work, and wait for what others are doing; once it is done, calls do nothing.
-
-        Raises:
-            Exception: what the kernel raised, on whichever thread.
-        """
+        """Do the rest of the work, and wait for the other threads; raise what the kernel raises on any thread."""
         progress, pieces = self._progress, self._pieces
         if progress[1] >= pieces:
             return
@@ -168,14 +161,14 @@ class Work:
             while self.shared and not _all_done(progress, pieces, LOOKS):
                 if self._errors:
                     raise self._errors[0]
-                # A helper was interrupted by the system in the middle of a piece.
+                # The system has interrupted a helper in the middle of a piece.
                 time.sleep(NAP)
         except BaseException:
             self.give_up()
             raise
 
     def give_up(self) -> None:
-        """Leave the rest of the work undone; when this returns, no thread works on it."""
+        """Skip the rest of the work; after this call no thread works on it."""
         self._progress[0] = self._pieces  # no thread takes another piece
         _wait_for(self._started, self._finished)
 
@@ -192,21 +185,21 @@ def _help(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         work, worker = job
         work.help(worker)
-        # Until the next job comes, nothing of this one is kept alive.
+        # While this thread waits for the next job, it must not keep this one alive.
         del job, work
 
 
 def _wait_for(started: list[int], finished: list[int]) -> None:
-    """Wait, interrupts or not: a piece takes a millisecond, and its memory may be freed after this.
+    """Wait even if interrupted: a piece takes a millisecond, and its memory may be freed after this.
 
-    A helper that starts later finds no piece to take.
+    A helper that starts later finds no piece.
     """
     while True:
         try:
             while len(finished) < len(started):
                 time.sleep(NAP)
             return
-        except BaseException:  # the first one is on its way already
+        except BaseException:  # the first interrupt is being raised already
             continue
 
 

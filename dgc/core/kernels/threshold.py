@@ -1,14 +1,14 @@
-"""The candidate threshold of each segment: chosen before a pass over memory, corrected by what the pass found.
+"""Predict a threshold for the candidates of each segment, and learn from every pass over memory.
 
-A pass collects the entries of ``|v|`` at or above a threshold, and the k largest are picked among them. Too low a
-threshold costs time, too high a one leaves fewer than k. After a pass the k-th largest magnitude is known exactly. Near
-it the number of entries above t falls like ``t ** -slope``, and the slope is known from the number of candidates. The
-next threshold is the last k-th largest magnitude, raised by the growth to be expected (residuals pile up, for hundreds
-of steps after a change of density, by less from step to step), and lowered by what such expectations have lately been
-wrong by, but at least so far that a few entries more than k are to be expected, and at most so far that five times k
-are.
+A pass collects the entries of ``|v|`` at or above a threshold; the k largest are picked among these candidates. Too low
+a threshold costs time, too high a threshold leaves fewer than k. After a pass the k-th largest magnitude is known. Near
+it, the number of entries above t falls like ``t ** -slope``; the number of candidates gives the slope.
 
-The rows are part of a checkpoint.
+The next threshold is the last k-th largest magnitude, raised by the expected growth and lowered by a margin. (Residuals
+grow for hundreds of steps after a change of density, less in each step.) The margin follows the errors of the latest
+expectations. It is large enough for a few more than k candidates, and small enough for at most five times k.
+
+A checkpoint holds the rows.
 
 Source: the reuse of thresholds is Ok-Topk's (Li and Hoefler 2022, arXiv 2201.07598); the prediction is ours.
 """
@@ -21,36 +21,33 @@ import numpy as np
 
 from dgc.core.layout import SMALL
 
-NEXT = 0  # threshold for the next pass; 0 admits every entry that is not zero
+# Columns of a row.
+NEXT = 0  # threshold of the next pass; with 0 all entries but zeros are candidates
 LEVEL = 1  # binary logarithm of the last k-th largest magnitude
-CHANGE = 2  # by how much that had changed from the step before
-# Smoothed size of errors of the growth expected: rises fast, falls slowly; magnitudes that turn out to be smaller than
-# expected count twice as much as larger ones.
-SPREAD = 3
-# How steeply the number of entries above a threshold falls, in doublings for each doubling of the threshold.
-SLOPE = 4
-ENTRIES = 5  # the k that the row belongs to
-GROWTH = 6  # by how much the logarithm is expected to grow in the coming step; never below 0
+CHANGE = 2  # the change of LEVEL from the step before
+SPREAD = 3  # smoothed error of GROWTH: rises fast, falls slowly; it counts magnitudes below the expected ones twice
+SLOPE = 4  # how often the number of entries above a threshold halves for each doubling of the threshold
+ENTRIES = 5  # the k of the row
+GROWTH = 6  # the expected growth of LEVEL in the next step; never below 0
 COLUMNS = 7
 
-# Above this share of entries a threshold saves nothing; the segment is selected by a histogram after the pass.
+# Above this share of entries a threshold saves nothing: a histogram selects the entries after the pass.
 HIGHEST_DENSITY = 0.05
-# With fewer candidates than this share of k the segment is selected by a histogram after the pass; with more, what
-# there is is sent, and the rest at the next step.
+# With fewer candidates than this share of k, a histogram selects the entries after the pass. With more, all candidates
+# are sent, and the missing entries in the next step.
 ENOUGH = 0.8
 
 FIRST_SPREAD = 0.1
 FIRST_SLOPE = 4.0
 LOWEST_SLOPE, HIGHEST_SLOPE = 0.5, 64.0
 RISE, FALL = 0.5, 0.25
-# Errors beyond this (a factor of 1.27) are jumps: they leave no wider margin behind.
+# Errors beyond this (a factor of 1.27) are jumps, which do not widen the margin.
 LARGEST_ERROR = 0.35
 SAFETY = 2.5  # the threshold lies below the predicted magnitude by this many times SPREAD
-# Candidates to expect beyond k, at least: this share of it, and a bit for the noise of small counts.
-SHARE = 0.08
-MOST = 4.0  # candidates to expect beyond k, at most, as a multiple of k
+# Expected candidates beyond k, as a share of k: at least SHARE, plus some for the noise of small counts; at most MOST.
+SHARE, MOST = 0.08, 4.0
 LIMIT = 12  # candidates that are kept, as a multiple of k
-# After a selection by histogram the slope is measured between the k-th largest magnitude and this part of it.
+# After a selection by histogram, the slope is measured between the k-th largest magnitude and this part of it.
 WIDER = 1.0 / 1.08
 
 COLLECT_NOTHING = math.inf
@@ -62,11 +59,10 @@ def new_thresholds(segments: int) -> np.ndarray:
 
 
 def threshold(row: np.ndarray, k: int, length: int) -> float:
-    """Threshold of the coming pass for one segment.
+    """Return the threshold of the next pass for one segment.
 
-    Returns:
-        The least magnitude of a candidate; 0 when every non-zero entry is one; infinity when no candidates are
-        collected because the segment is selected after the pass (nothing known yet, or a high density).
+    It is the least magnitude of a candidate. 0 makes all entries but zeros candidates. Infinity collects none: the
+    segment is selected after the pass, because nothing is known yet or the density is high.
     """
     if k <= 0:
         return COLLECT_NOTHING
@@ -78,14 +74,14 @@ def threshold(row: np.ndarray, k: int, length: int) -> float:
 
 
 def most_candidates(k: int, length: int) -> int:
-    """How many candidates of a segment are kept; with more it is selected after the pass."""
+    """Return how many candidates of a segment are kept; with more, it is selected after the pass."""
     if length <= SMALL:
         return length
     return min(length, LIMIT * k + 1024)
 
 
 def estimate(row: np.ndarray, k: int, used: float, count: int) -> float:
-    """The k-th largest magnitude, when only ``count < k`` entries reach the threshold ``used``."""
+    """Estimate the k-th largest magnitude if only ``count < k`` entries reach the threshold ``used``."""
     kth: float = used * 2.0 ** (math.log2(max(count, 1) / k) / row[SLOPE])
     return kth
 
@@ -95,10 +91,10 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
 
     Args:
         row: (COLUMNS,) float64, in place.
-        k: entries that were to be selected.
-        used: a magnitude: the threshold of the pass, or another at which the entries were counted.
-        count: how many entries reached it.
-        kth: the k-th largest magnitude (or its estimate); 0 when fewer than k entries are not zero.
+        k: how many entries were to be selected.
+        used: the threshold of the pass, or another magnitude.
+        count: how many entries reach it.
+        kth: the k-th largest magnitude, or its estimate; 0 if fewer than k entries are not zero.
     """
     if not kth < math.inf:
         row[:] = math.nan
@@ -117,7 +113,7 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
     if known:
         change, before = level - row[LEVEL], row[CHANGE]
         error = change - row[GROWTH]
-        # A first growth could not be expected: it says nothing about how good expectations are.
+        # The first growth was not expected: it says nothing about the quality of expectations.
         if before != 0.0 or error < 0.0:
             size = min(max(-error, 0.5 * error), LARGEST_ERROR)
             row[SPREAD] += (RISE if size > row[SPREAD] else FALL) * (size - row[SPREAD])
