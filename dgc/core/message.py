@@ -1,9 +1,9 @@
-"""A bucket's message: its header, how large its parts are, and how it is written, exchanged and checked.
+"""A bucket's message: its header, the sizes of its parts, and how it is written, exchanged and checked.
 
 A receiver knows from its own configuration what each field of the header must be. A difference is a :class:`WireError`
-that names the sender, the field, both values and the usual cause; no block is read before all fields agree.
+that names the sender, the field, both values and the usual cause. Nothing is read before all fields agree.
 
-A :class:`BucketPlan` follows from the layout, the density, the codecs and the number of ranks P alone. So the ranks
+A :class:`BucketPlan` depends on nothing but the layout, the density, the codecs and the number of ranks P. So the ranks
 agree on all sizes without asking each other, and a resumed run decides as the first one did.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from dgc.errors import LayoutError, WireError
 MAGIC = b"DGCm"
 VERSION = 1
 
+# The bytes of a header. Every field lies on a multiple of its own size.
 LAYOUT = np.dtype(
     [
         ("magic", "S4"),
@@ -48,76 +48,74 @@ LAYOUT = np.dtype(
         ("absent", "<u8"),
     ]
 )
-"""The bytes. Every field lies on a multiple of its own size."""
+# Never changes within a version, and is a multiple of the block alignment.
 HEADER_BYTES = LAYOUT.itemsize
-"""64. It never changes within a version, and is a multiple of the block alignment."""
 assert HEADER_BYTES == 64
 _RESERVED = bytes(LAYOUT["reserved"].itemsize)
 
 
 class Flags(enum.IntFlag):
-    """What a message says about itself beside its content. All other bits must be 0."""
+    """Flags of a message. All other bits must be 0."""
 
-    NONFINITE = 1
-    """The sender's gradient had non-finite entries in this bucket: the step is refused on every rank."""
-    ERROR = 2
-    """The sender failed: ``error_code`` and ``error_parameter`` say how, and there are no entries."""
-    JOINED = 4
-    """The sender has run out of data: its gradients are 0, and its fingerprint is not compared."""
-    BY_TRAINING = 8
-    """With ``JOINED``: from the next step on, averages are over the ranks that have not joined."""
+    NONFINITE = 1  # the sender's gradient has a value that is not finite: the step is refused on every rank
+    ERROR = 2  # the sender failed: error_code and error_parameter say how, and there are no entries
+    JOINED = 4  # the sender has no data: its gradients are 0, and its fingerprint is not compared
+    BY_TRAINING = 8  # with JOINED: from the next step on, averages are over the ranks that have not joined
 
 
 _KNOWN_FLAGS = sum(Flags)
 
 
 class Header(NamedTuple):
-    """The fields of one message's header that differ between messages, in the order of :data:`LAYOUT`."""
+    """The fields of a header that differ between messages, in the order of :data:`LAYOUT`.
+
+    Attributes:
+        compressor: number of the algorithm.
+        index_codec: :class:`IndexCodecId`.
+        value_codec: :class:`ValueCodecId`.
+        step: the sender's step.
+        fingerprint: hash of the layout, momentum, Nesterov, weight decay, gain and learning rates.
+        bucket: the bucket's number in the layout.
+        count: entries sent, k.
+        payload_bytes: bytes of the payload: index block, value block, and the zeros that fill up its fixed size.
+        dense_bytes: bytes of the dense section that follows the payload; 0 if there is none.
+        flags: :class:`Flags`.
+        error_code: with ``Flags.ERROR``, the error's place in :data:`ERROR_CLASSES`.
+        error_parameter: number of the parameter that the error is about.
+        dense_codec: :class:`ValueCodecId` of the small tensors at the start of the dense section; 0 if there are none.
+        absent: digest of the bucket's parameters without a gradient on the sender; 0 if all have one. It may differ.
+    """
 
     compressor: int
-    """Number of the algorithm."""
     index_codec: int
-    """:class:`IndexCodecId`."""
     value_codec: int
-    """:class:`ValueCodecId`."""
     step: int
-    """The sender's step."""
     fingerprint: int
-    """Hash of the layout, momentum, Nesterov, weight decay, gain and learning rates, equal on all ranks."""
     bucket: int
-    """The bucket's number in the layout."""
     count: int  # type: ignore[assignment]  # hides the method of tuples
-    """Entries sent, k."""
     payload_bytes: int
-    """Bytes of the payload: index block, value block, and the zeros that fill up its fixed size."""
     dense_bytes: int
-    """Bytes of the dense section that follows the payload; 0 when there is none."""
     flags: int = 0
-    """:class:`Flags`."""
     error_code: int = 0
-    """0, or which error the sender met (with ``Flags.ERROR``)."""
     error_parameter: int = 0
-    """The number of the parameter that the error is about."""
     dense_codec: int = 0
-    """:class:`ValueCodecId` of the small tensors at the start of the dense section; 0 when there are none."""
     absent: int = 0
-    """Digest of which parameters of the bucket have no gradient on the sender; 0 when all have one. It may differ."""
 
 
 _SPARSITY = "The message is damaged, or its sender uses another sparsity"
+# What to do about a field that differs; the first difference in this order is reported.
 _ADVICE = {
     "compressor": "Give every rank the same compression=.",
     "index_codec": "Give every rank the same indices= and the same sparsity.",
     "value_codec": "Give every rank the same values=.",
     "dense_codec": "Give every rank the same small= and the same sparsity.",
-    "bucket": "The ranks exchange buckets in different orders: build the model and the compressor alike on every rank.",
+    "bucket": "The ranks exchange buckets in different orders: build the same model and compressor on every rank.",
     "step": "The ranks are out of step: call step() equally often on every rank, and load the same checkpoint.",
     "count": f"{_SPARSITY}.",
     "payload_bytes": f"{_SPARSITY} or other codecs.",
     "dense_bytes": "The ranks' lists of dense parameters differ: give every rank the same min_numel, include, exclude.",
 }
-"""What to do about a difference, the most telling one first."""
-_LIMITED = ("count", "payload_bytes")
+_LIMITED = ("count", "payload_bytes")  # may be less than expected
 
 
 def pack_header(header: Header, out: np.ndarray) -> None:
@@ -126,7 +124,7 @@ def pack_header(header: Header, out: np.ndarray) -> None:
 
 
 def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
-    """Read the header of a message, (m,) uint8; its fields are compared by :func:`check_header`."""
+    """Return the header of a message, (m,) uint8. :func:`check_header` compares its fields."""
     origin = "message" if sender is None else f"message from rank {sender}"
     if message.size < HEADER_BYTES:
         raise WireError(f"{origin}: {message.size} bytes came, a header alone takes {HEADER_BYTES}.")
@@ -156,7 +154,7 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
 
 
 def check_header(header: Header, expected: Header, sender: int | str) -> None:
-    """Compare a header, but for its flags and the fingerprint, with what this rank expects.
+    """Compare a header, except for its flags and the fingerprint, with what this rank expects.
 
     Args:
         header: from :func:`unpack_header`.
@@ -184,41 +182,50 @@ def _shown(name: str, value: int) -> str:
 
 # -- sizes ---------------------------------------------------------------------------------------------------------
 
-MIN_MESSAGE_BYTES = 256
-"""Room for the text of an error in every message."""
-
-MAX_MESSAGE_BYTES = 2**31 - 1
-"""MPI counts are int32."""
+MIN_MESSAGE_BYTES = 256  # room for the text of an error in every message
+MAX_MESSAGE_BYTES = 2**31 - 1  # MPI counts are int32
 
 INLINE_EXTRA_BYTES = 64 * 1024
 INLINE_MAX_BYTES = 1024 * 1024
 
 
 class Mode(enum.Enum):
-    """What happens to a bucket's sparsified tensors in one step."""
+    """How a bucket's sparsified tensors are sent in one step."""
 
-    DENSE = "dense"
-    """Before the ramp-up: the gradient itself, as a dense sum."""
-    SPARSE = "sparse"
-    """Selected entries as a message to every rank."""
-    SUM = "sum"
-    """Selected entries in a vector of zeros, as a dense sum: the same mathematics, fewer bytes at high density."""
+    DENSE = "the gradient itself, as a dense sum: before the ramp-up"
+    SPARSE = "selected entries as a message to every rank"
+    SUM = "selected entries in a vector of zeros, as a dense sum: fewer bytes at high density"
 
 
-@dataclass(frozen=True)
+@dataclass
 class BucketPlan:
-    """Sizes of one bucket's traffic.
+    """How a bucket is sent at one density, and the sizes of its traffic.
 
-    The *vector* covers positions ``vector_start`` to ``bucket.size``: what is summed densely. Where ``small`` is given,
-    its first ``bucket.small_size`` elements are sent coded inside the message. The rest, the *plain* part, is sent
-    inside the message (``inline``) when that saves a collective, else by allreduce.
+    The *vector* covers positions ``vector_start`` to ``bucket.size``, which are summed densely. With ``small``, its
+    first ``bucket.small_size`` elements are sent coded inside the message. The rest, the *plain* part, is sent inside
+    the message (``inline``) when that saves a collective, else by allreduce.
+
+    Attributes:
+        mode: how the sparsified tensors are sent.
+        density: of the schedule in this step; None in a dense step.
+        ids: numbers of the compressor, the index codec and the value codec in the header.
+        ks: the most entries of each sparsified tensor.
+        itemsize: bytes of an element of the vector.
+        payload_bytes: bytes for selected entries.
+        message_bytes: bytes of the message.
+        small: codes the small tensors, if they are sent coded.
+        selection: codes selected entries, if no other compressor does.
+        is_active: whether an encoder has anything to do: a sparsified step, and a tensor that is.
+        plain_start: place of the plain part in the vector.
+        coded_bytes: bytes of the coded small tensors. They begin the message's dense section, at ``coded_bytes_at``.
+        inline_bytes: bytes of the plain part inside the message, at ``inline_bytes_at``.
+        dense_bytes: bytes of the dense section.
+        allreduces: whether an allreduce of the plain part follows the message.
     """
 
     mode: Mode
     density: float | None
-    """Of the schedule in this step; None in a dense step."""
     ids: tuple[int, int, int]
-    """Numbers of the compressor, the index codec and the value codec in the header."""
     ks: tuple[int, ...]
     itemsize: int
     payload_bytes: int
@@ -229,51 +236,21 @@ class BucketPlan:
     small: SmallCodec | None = None
     selection: SparseCodec | None = None
 
-    @cached_property
-    def is_active(self) -> bool:
-        """Whether an encoder has anything to do: a sparsified step, and a tensor that is."""
-        return self.mode is not Mode.DENSE and bool(self.ks)
+    def __post_init__(self) -> None:
+        self.is_active = self.mode is not Mode.DENSE and bool(self.ks)
+        self.plain_start, self.coded_bytes = (self.small.size, self.small.max_bytes) if self.small else (0, 0)
+        plain = self.vector_size - self.plain_start
+        self.allreduces = plain > 0 and not self.inline
+        self.inline_bytes = plain * self.itemsize if self.inline else 0
+        self.dense_bytes = self.coded_bytes + self.inline_bytes
+        self.coded_bytes_at = HEADER_BYTES + self.payload_bytes
+        self.inline_bytes_at = self.coded_bytes_at + self.coded_bytes
 
-    @cached_property
+    @property
     def codec(self) -> SparseCodec:
-        """What writes and reads selected entries."""
+        """The codec of selected entries."""
         assert self.selection is not None, "the plan is one of selected entries"
         return self.selection
-
-    @cached_property
-    def plain_start(self) -> int:
-        """Where the plain part begins in the vector."""
-        return self.small.size if self.small else 0
-
-    @cached_property
-    def coded_bytes_at(self) -> int:
-        """Offset of the coded small tensors in the message, which is where its dense section begins."""
-        return HEADER_BYTES + self.payload_bytes
-
-    @cached_property
-    def coded_bytes(self) -> int:
-        """Bytes of the coded small tensors; 0 when they are not sent coded."""
-        return self.small.max_bytes if self.small else 0
-
-    @cached_property
-    def inline_bytes_at(self) -> int:
-        """Offset of the inline vector in the message."""
-        return self.coded_bytes_at + self.coded_bytes
-
-    @cached_property
-    def inline_bytes(self) -> int:
-        """Bytes of the vector's plain part; 0 when it is not in the message."""
-        return (self.vector_size - self.plain_start) * self.itemsize if self.inline else 0
-
-    @cached_property
-    def dense_bytes(self) -> int:
-        """Bytes of the message's dense section: coded small tensors, then the inline vector."""
-        return self.coded_bytes + self.inline_bytes
-
-    @cached_property
-    def allreduces(self) -> bool:
-        """Whether an allreduce of the vector's plain part follows the message."""
-        return self.vector_size > self.plain_start and not self.inline
 
 
 def make_plan(
@@ -286,7 +263,7 @@ def make_plan(
     compressor: int = SPARSE_ID,
     small: str = "float32",
 ) -> BucketPlan:
-    """Decide how ``bucket`` is sent as selected entries, with these codecs; other arguments as for :func:`plan_for`."""
+    """Decide how ``bucket`` is sent as selected entries with these codecs; see :func:`plan_for`."""
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
     codec = SparseCodec(bucket, sum(ks), indices, values)
     ids = (compressor, int(codec.indices.id), int(codec.values.id))
@@ -304,7 +281,7 @@ def plan_for(
     small: str = "float32",
     selection: SparseCodec | None = None,
 ) -> BucketPlan:
-    """Decide how ``bucket`` is sent when its sparsified tensors make up to ``payload_bytes`` of payload."""
+    """Decide how ``bucket`` is sent if its sparsified tensors take up to ``payload_bytes`` of payload."""
     itemsize = 8 if bucket.dtype == "float64" else 4
     mode, payload = Mode.DENSE, payload_bytes
     if density is not None:
@@ -330,7 +307,7 @@ def plan_for(
 
 
 def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:
-    """What codes the bucket's small tensors; None where there are none, or an allreduce moves fewer bytes."""
+    """Return the codec of the bucket's small tensors; None if it has none, or if an allreduce moves fewer bytes."""
     if name == "float32" or not bucket.small_size:
         return None
     coder = SmallCodec(bucket, name)
@@ -338,11 +315,11 @@ def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:
 
 
 def _inline(inside: int, reduced: int, ranks: int) -> bool:
-    """Whether a dense vector is better off inside the message than in an allreduce of its own.
+    """Return whether a dense vector should be sent inside the message instead of by an allreduce of its own.
 
-    It costs ``(P - 1)`` times its bytes in there, ``inside``, instead of ``2 (P - 1) / P`` times those that an
-    allreduce would get, ``reduced``, but saves a collective: worth about 64 KiB (50 us at 10 Gbit/s). Large vectors
-    always go by allreduce, which needs no P-fold buffer.
+    Inside the message its bytes (``inside``) travel ``P - 1`` times. In an allreduce its bytes (``reduced``) travel
+    ``2 (P - 1) / P`` times, but a collective costs as much as about 64 KiB (50 us at 10 Gbit/s). Large vectors always
+    go by allreduce, which needs no buffer P times as large.
     """
     extra = (ranks - 1) * inside - 2 * (ranks - 1) / ranks * reduced
     return inside <= INLINE_MAX_BYTES and extra <= INLINE_EXTRA_BYTES
@@ -350,6 +327,7 @@ def _inline(inside: int, reduced: int, ranks: int) -> bool:
 
 # -- the message ---------------------------------------------------------------------------------------------------
 
+# The place of an error's class here is its number in messages.
 ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.RemoteError,
     errors.LayoutError,
@@ -357,7 +335,6 @@ ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.WireError,
     errors.TransportError,
 )
-"""By their number in messages."""
 _NO_PARAMETER = 2**32 - 1
 _JOINED = Flags.JOINED | Flags.BY_TRAINING
 
@@ -372,7 +349,13 @@ class RemoteFailure(Exception):
 
 @dataclass(slots=True)
 class Incoming:
-    """One rank's message of one bucket, checked. ``origin`` names both, for errors."""
+    """One rank's message of one bucket, checked.
+
+    Attributes:
+        origin: names the sender and the bucket, for errors.
+        joined: of :class:`Flags`: JOINED, BY_TRAINING.
+        absent: digest of the parameters without a gradient.
+    """
 
     sender: int
     origin: str
@@ -382,12 +365,10 @@ class Incoming:
     inline: np.ndarray
     coded: np.ndarray
     joined: int
-    """Of :class:`Flags`: JOINED, BY_TRAINING."""
     absent: int = 0
-    """Digest of the parameters without a gradient."""
 
     def damaged(self, error: errors.DGCError) -> errors.WireError:
-        """The error about this message, by what its content was refused for."""
+        """Return the error about this message, whose content was refused for ``error``."""
         return errors.WireError(f"message of {self.origin}: {error}")
 
 
@@ -395,19 +376,16 @@ class Messages:
     """The messages of one bucket: writes this rank's, exchanges them, and checks those of all ranks.
 
     Attributes:
-        payload: where the sparse payload goes, (payload_bytes,) uint8.
-        coded: where the coded small tensors go, (coded_bytes,) uint8.
+        payload: (payload_bytes,) uint8 of this rank's message.
+        coded: (coded_bytes,) uint8 for the coded small tensors.
     """
 
     _plan: BucketPlan
-    _header: Header
-    """Of an ordinary message of this step with as many entries as may be."""
+    _header: Header  # of an ordinary message of this step with as many entries as allowed
 
     def __init__(self, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
-        """Allocate nothing yet; buffers, of ``memory``, follow the plan given to :meth:`start`."""
-        self._memory = memory or Memory()
-        self._bucket = bucket
-        self._transport = transport
+        """Allocate nothing yet: buffers, of ``memory``, follow the plan given to :meth:`start`."""
+        self._bucket, self._transport, self._memory = bucket, transport, memory or Memory()
         self._joined = 0
         self._message = self.payload = self.coded = np.empty(0, np.uint8)
         self._gathered = np.empty((0, 0), np.uint8)
@@ -443,28 +421,27 @@ class Messages:
         self._message[at : at + vector.nbytes] = vector.view(np.uint8)
 
     def finish(self, *, count: int, nonfinite: bool, joined: int = 0, absent: int = 0) -> None:
-        """Write the header of an ordinary message; ``joined`` is 0, or the flags of a rank that has run out of data."""
+        """Write the header of an ordinary message; ``joined`` is 0, or the flags of a rank without data."""
         self._joined = joined
         flags = joined | Flags.NONFINITE * nonfinite
         pack_header(self._header._replace(count=count, flags=flags, absent=absent), self._message)
 
     def write_error(self, error: errors.DGCError, parameter: int | None) -> None:
-        """Write a message that carries an error; its text takes the place of the payload."""
+        """Write a message that carries an error, whose text replaces the payload."""
         text = str(error).encode()[: self._message.size - HEADER_BYTES - 1]
         self._message[HEADER_BYTES:] = 0
         self._message[HEADER_BYTES : HEADER_BYTES + len(text)] = np.frombuffer(text, np.uint8)
         concerned = _NO_PARAMETER if parameter is None else parameter
         code = error_code(error)
-        pack_header(
-            self._header._replace(count=0, flags=Flags.ERROR, error_code=code, error_parameter=concerned), self._message
-        )
+        header = self._header._replace(count=0, flags=Flags.ERROR, error_code=code, error_parameter=concerned)
+        pack_header(header, self._message)
 
     def exchange(self) -> None:
         """Allgather the messages, blocking."""
         self._transport.allgather(self._message, self._gathered)
 
     def receive(self) -> list[Incoming]:
-        """Check and take apart all ranks' messages, in rank order."""
+        """Check the messages of all ranks; returns them in rank order."""
         plan, expected, label = self._plan, self._header, self._transport.label
         headers, joins = [], {0}
         # A rank that gave up may have done so before it knew this step's options: its error is what counts.
@@ -492,21 +469,22 @@ class Messages:
                 )
             check_header(header, expected, who)
             coded, at = plan.coded_bytes_at, plan.inline_bytes_at
-            message = Incoming(
-                sender=sender,
-                origin=f"{who} for bucket {self._bucket}",
-                count=header.count,
-                nonfinite=bool(header.flags & Flags.NONFINITE),
-                payload=data[HEADER_BYTES:coded],
-                inline=data[at : at + plan.inline_bytes],
-                coded=data[coded:at],
-                joined=joined,
-                absent=header.absent,
+            incoming.append(
+                Incoming(
+                    sender=sender,
+                    origin=f"{who} for bucket {self._bucket}",
+                    count=header.count,
+                    nonfinite=bool(header.flags & Flags.NONFINITE),
+                    payload=data[HEADER_BYTES:coded],
+                    inline=data[at : at + plan.inline_bytes],
+                    coded=data[coded:at],
+                    joined=joined,
+                    absent=header.absent,
+                )
             )
-            incoming.append(message)
         return incoming
 
 
 def error_code(error: errors.DGCError) -> int:
-    """The number of an error's class among :data:`ERROR_CLASSES`."""
+    """Return the number of an error's class in :data:`ERROR_CLASSES`."""
     return next((i for i, c in enumerate(ERROR_CLASSES) if isinstance(error, c)), 0)
