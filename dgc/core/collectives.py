@@ -57,6 +57,11 @@ class Transport(abc.ABC):
             TransportError: the collective failed.
         """
 
+    def gather(self, message: np.ndarray, root: int) -> np.ndarray:
+        """Return every rank's message, (m,) uint8, as (P, m) on the rank ``root`` and as (0, m) on the others."""
+        gathered = gather_rows(self, message)
+        return gathered if self.rank == root else gathered[:0]
+
     @abc.abstractmethod
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
         """Reduce (n,) float32 or float64 in place by "sum" or "max", blocking; bit-identical on every rank.

@@ -220,24 +220,34 @@ def resized(
     first = states[0]
     factor = size / len(states) if op == "average" else 1.0
     replicated_factor = 1.0 if op == "average" else len(states) / size  # each rank holds its share of a sum
-    result = copy.deepcopy(first)
     replicated = first["step"] <= rampup_begin_step
     mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
-    for name, entry in result["parameters"].items():
-        entry.pop("threshold", None)
-        for key in own_arrays(entry, replicated):
-            total = np.zeros_like(entry[key])
-            for state in mine:
-                total += state["parameters"][name][key]
-            entry[key] = (total * factor).astype(total.dtype)
+    parameters: dict[str, dict[str, Any]] = {}
+    for name, entry in first["parameters"].items():
+        own = own_arrays(entry, replicated)
+        parameters[name] = new = {}
+        for key, values in entry.items():
+            if key in own:
+                new[key] = total = np.zeros_like(values)
+                for state in mine:
+                    total += state["parameters"][name][key]
+                total *= factor
+            elif key != "threshold":
+                new[key] = copy.deepcopy(values)
         if "v" in entry and replicated:
-            entry["u"] = (entry["u"] * replicated_factor).astype(entry["u"].dtype)
-    return result
+            new["u"] = (new["u"] * replicated_factor).astype(new["u"].dtype)
+    others = {key: value for key, value in first.items() if key != "parameters"}
+    return {**copy.deepcopy(others), "parameters": parameters}
 
 
 def old_ranks_of(rank: int, old_size: int, size: int) -> range:
     """The old ranks whose residuals go to ``rank`` when ``old_size`` ranks become ``size``."""
     return range(rank, old_size, size)
+
+
+def needed_ranks(rank: int, old_size: int, size: int) -> list[int]:
+    """The old ranks whose states ``rank`` reads: its own, or those that :func:`resized` needs."""
+    return [rank] if old_size == size else sorted({0, *old_ranks_of(rank, old_size, size)})
 
 
 FORMAT = 1

@@ -1,8 +1,9 @@
-"""Saving and loading a whole job: model and optimizer once, the compressor's state once per rank.
+"""Save and load a job: model and optimizer once, the compressor's state once per rank.
 
-A directory holds ``checkpoint.pt`` (rank 0: model, optimizer, extra) and one ``compressor-<token>-<rank>-of-<size>.pt``
-per rank. Each file is written beside its place and renamed, and the ranks' files are complete before ``checkpoint.pt``
-names their token: a job that dies while saving leaves the previous checkpoint intact.
+A folder holds a main file, which rank 0 writes, and one ``compressor-<token>-<rank>-of-<size>.pt`` per rank. The main
+file of :func:`save_checkpoint` is ``checkpoint.pt`` with model, optimizer and extra. Each file is written under another
+name and then renamed, and the ranks' files are complete before the main file names their token: a job that dies while
+it saves leaves the previous checkpoint intact.
 
 A library whose checkpoints one rank writes gets every rank's state from :func:`gathered_states`, and
 ``torch.distributed.checkpoint``, which every rank writes, from :class:`RankState`.
@@ -14,6 +15,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import secrets
 import zipfile
 from collections.abc import Callable, Iterator
@@ -29,20 +31,22 @@ from torch.utils._pytree import tree_map_only
 from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.engine import INACTIVE
 from dgc.core.collectives import Transport, gather_values
-from dgc.core.state import old_ranks_of, require_sound, write_whole
+from dgc.core.state import needed_ranks, require_sound, write_whole
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import job_of
+from dgc.torch.packing import gather_packed, packed, unpacked
 from dgc.torch.tensors import is_sharded
 from dgc.transport.local import local_world
 
-MAIN_FILE = "checkpoint.pt"
-
-_CHUNK = 1 << 22
-"""Bytes of each rank that are gathered at a time: what the other ranks than 0 need beside their own state."""
+_MAIN_FILE = "checkpoint.pt"
+_TRAINERS_FILE = "compression.pt"  # the main file in a checkpoint of Hugging Face's Trainer
+_TOKEN = "[0-9a-f]{16}"
+_FILES = re.compile(
+    rf"(checkpoint|compression|compressor-(?P<token>{_TOKEN})-(?P<rank>\d+)-of-\d+)\.pt(?P<draft>\.{_TOKEN}\.partial)?"
+)
 _FOREIGN = "it was not written by save_checkpoint()"
-_SHOWN = 3
-"""Names of classes in an error."""
+_SHOWN = 3  # names of classes in an error
 
 
 def save_checkpoint(
@@ -73,52 +77,11 @@ def save_checkpoint(
         TypeError: ``extra`` holds something that cannot be loaded safely.
     """
     transport = _transport(model, compression, "save_checkpoint()")
-    if compression.engine is not None:
-        # Here alone: where one rank's step has failed, the others may be in the next.
-        compression.engine.require_between_steps("save_checkpoint()", whole=True)
-    if not compression.takes_part:
-        return
-    folder, rank = Path(directory), transport.rank
-    state = compression.state_dict() if compression.is_bound else dict(INACTIVE)
 
-    def look() -> dict[str, Any]:
-        _require_loadable(extra)
-        if state.get("parameters"):
-            require_sound(state)
-        return {"step": state.get("step", 0)}
+    def content() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
 
-    agree_or_raise(
-        transport,
-        lambda: {"directory": os.path.abspath(directory)},
-        "arguments of save_checkpoint()",
-        advice="Give every rank the same directory",
-    )
-    _agree(transport, look, "save")
-    token, replaced = gather_values(transport, [secrets.token_hex(8), _token_in(folder)])[0]
-    own = folder / _rank_file(token, rank, transport.size)
-
-    def write_own() -> dict[str, Any]:
-        _write(own, {**state, "token": token}, token)
-        return {}
-
-    def write_main() -> dict[str, Any]:
-        if rank == 0:
-            weights, options = model.state_dict(), optimizer.state_dict()
-            content = {"token": token, "size": transport.size, "model": weights, "optimizer": options, "extra": extra}
-            _write(folder / MAIN_FILE, content, token)
-        return {}
-
-    try:
-        _agree(transport, write_own, "write the compressor's state")
-        _agree(transport, write_main, "write the checkpoint")
-    except Exception:
-        if _token_in(folder) != token:  # rank 0 may have completed it
-            _delete(own)
-        raise
-    if replaced:
-        for path in folder.glob(f"compressor-{replaced}-*-of-*.pt"):
-            if int(path.name.split("-")[2]) % transport.size == rank:
-                _delete(path)
+    _save(Path(directory) / _MAIN_FILE, compression, transport, content, lambda: _require_loadable(extra))
 
 
 def load_checkpoint(
@@ -165,15 +128,7 @@ def load_checkpoint(
         main.update(_read_main(folder, map_location))
         if not compression.takes_part:
             return {"token": main["token"]}
-        states.extend(_read_states(folder, main, transport, resize))
-        same = len(states) == transport.size
-        try:
-            own = compression.fitting_state(states[transport.rank] if same else states, resize=not same)
-        except LayoutError as error:
-            name = _rank_file(main["token"], transport.rank, len(states)) if same else "the ranks' files"
-            raise LayoutError(f"{name} in {folder}: {error}") from error
-        if compression.engine is not None:
-            states[:] = [own]
+        states.extend(_fitting_states(folder, main["token"], main["size"], compression, transport, resize))
         return {"token": main["token"], "step": states[0].get("step", 0)}
 
     def change() -> dict[str, Any]:
@@ -184,8 +139,7 @@ def load_checkpoint(
     _agree(transport, look, "read the checkpoint")
     _agree(transport, change, "load model and optimizer")
     if compression.takes_part:
-        alone = compression.engine is None
-        compression.load_state_dict(states if alone else states[0], resize=alone)
+        _load(compression, states)
     return main["extra"]
 
 
@@ -202,12 +156,12 @@ class RankState:
         self._name = f"rank{dist.get_rank()}-of-{dist.get_world_size()}"
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state under a name of its own.
+        """Return this rank's state under a name of its own.
 
         Raises:
             LayoutError: called in the middle of a step, or after one that failed.
         """
-        return {self._name: _as_bytes(self._compression).getvalue()}
+        return {self._name: _packed_state(self._compression).tobytes()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned; call it on all ranks.
@@ -216,11 +170,11 @@ class RankState:
             KeyError: it is of another number of ranks; ``torch.distributed.checkpoint`` has looked for it before.
             LayoutError: it is of another rank or model.
         """
-        self._compression.load_state_dict(torch.load(io.BytesIO(state_dict[self._name]), weights_only=True))
+        self._compression.load_state_dict(unpacked(state_dict[self._name]))
 
 
 def gathered_states(compression: DGCCompressor) -> dict[str, Any]:
-    """``state_dict()`` of every rank, as bytes, on rank 0; nothing on the others. Collective, between steps.
+    """Return every rank's ``state_dict()`` as bytes on rank 0, and nothing on the others. Collective, between steps.
 
     Raises:
         LayoutError: called in the middle of a step, or after one that failed.
@@ -229,8 +183,8 @@ def gathered_states(compression: DGCCompressor) -> dict[str, Any]:
     if engine is not None:
         engine.require_open("state_dict()")
         engine.require_between_steps("state_dict()", whole=True)
-    own = np.frombuffer(_as_bytes(compression).getbuffer(), np.uint8)
-    gathered = [own] if engine is None else gather_bytes(engine.transport, own)
+    own = _packed_state(compression)
+    gathered = [own] if engine is None else gather_packed(engine.transport, own)
     return {"ranks": [torch.from_numpy(state) for state in gathered]}
 
 
@@ -242,13 +196,13 @@ def load_gathered(compression: DGCCompressor, saved: dict[str, Any]) -> None:
     """
     engine = compression.engine
     rank, size = (0, 1) if engine is None else (engine.transport.rank, engine.transport.size)
-    found: list[dict[str, Any]] = []
+    states: list[Any] = []
 
     def read() -> dict[str, Any]:
-        states = saved["ranks"] if isinstance(saved, dict) and saved else []
+        given = saved["ranks"] if isinstance(saved, dict) and saved else []
         try:
-            for state in states[rank : rank + 1] if len(states) == size else states:
-                found.append(torch.load(io.BytesIO(state.cpu().numpy()), map_location="cpu", weights_only=True))
+            needed = needed_ranks(rank, len(given), size)
+            states.extend(unpacked(each.cpu().numpy()) if r in needed else None for r, each in enumerate(given))
         except Exception as error:  # torch raises whatever it likes
             raise LayoutError(f"the compressor's state in this checkpoint is damaged: {error}") from error
         return {"number of ranks that saved": len(states)}
@@ -258,31 +212,56 @@ def load_gathered(compression: DGCCompressor, saved: dict[str, Any]) -> None:
     else:
         engine.require_open("load_state_dict()")
         agree_or_raise(engine.transport, read, "saved states", LayoutError, "Load the file that rank 0 has written.")
-    if found:
-        resize = len(saved["ranks"]) != size
-        compression.load_state_dict(found if resize else found[0], resize=resize)
+    if len(states) == size:
+        compression.load_state_dict(states[rank])
+    elif states:
+        compression.load_state_dict(states, resize=True)
+
+
+def save_for_trainer(folder: Path, compression: DGCCompressor) -> None:
+    """Save every rank's state in a checkpoint of Hugging Face's Trainer; arguments as in ``state_dict``. Collective."""
+    _save(folder / _TRAINERS_FILE, compression, _transport_of(compression, "on_save()"))
+
+
+def load_for_trainer(folder: Path, compression: DGCCompressor) -> None:
+    """Load what :func:`save_for_trainer` saved on as many ranks or others; nothing if rank 0 finds none. Collective."""
+    transport = _transport_of(compression, "on_train_begin()")
+    token, size = gather_values(transport, _token_and_size_in(folder / _TRAINERS_FILE))[0]
+    states: list[Any] = []
+
+    def look() -> dict[str, Any]:
+        states.extend(_fitting_states(folder, token, size, compression, transport, resize=True))
+        return {"step": states[0].get("step", 0)}
+
+    if token:
+        _agree(transport, look, "read the compressor's state")
+        _load(compression, states)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
 def _transport(model: torch.nn.Module, compression: DGCCompressor, what: str) -> Transport:
-    """What connects the ranks that exchange gradients, or this process to itself. Local: no communication."""
+    """Return what connects the ranks that exchange gradients, or this process to itself. Local: no communication."""
     if any(map(is_sharded, model.parameters())):
         raise ConfigError(
             f"{what} knows no sharded parameters: give model, optimizer and dgc.torch.RankState(compression) to "
             "torch.distributed.checkpoint, as docs/fsdp.md shows"
         )
-    if (engine := compression.engine) is not None:
-        engine.require_open(what)
-        engine.require_between_steps(what)
-        return engine.transport
-    if not compression.is_bound and _started_ranks() > 1:
+    if compression.engine is None and not compression.is_bound and _started_ranks() > 1:
         raise ConfigError(
             f"{what} was called before the compressor knows its ranks: wrap the optimizer first, "
             "dgc.torch.DistributedOptimizer(optimizer, ..., compression=compression)"
         )
-    return local_world(1)[0]
+    return _transport_of(compression, what)
+
+
+def _transport_of(compression: DGCCompressor, what: str) -> Transport:
+    if (engine := compression.engine) is None:
+        return local_world(1)[0]
+    engine.require_open(what)
+    engine.require_between_steps(what)
+    return engine.transport
 
 
 def _started_ranks() -> int:
@@ -299,35 +278,92 @@ def _agree(transport: Transport, work: Callable[[], dict[str, Any]], what: str) 
     agree_or_raise(transport, work, f"results of the attempt to {what}", TransportError)
 
 
-def gather_bytes(transport: Transport, own: np.ndarray, root: int = 0) -> list[np.ndarray]:
-    """Every rank's (n_r,) uint8, on the rank ``root``; nothing on the others. Collective."""
-    sizes = gather_values(transport, own.size)
-    whole = [np.empty(size, np.uint8) for size in sizes] if transport.rank == root else []
-    for start in range(0, max(sizes), _CHUNK):
-        part = np.zeros(min(_CHUNK, max(sizes) - start), np.uint8)
-        part[: max(0, own.size - start)] = own[start : start + part.size]
-        parts = np.empty((transport.size, part.size), np.uint8)
-        transport.allgather(part, parts)
-        for array, piece in zip(whole, parts, strict=False):
-            array[start : start + part.size] = piece[: max(0, array.size - start)]
-    return whole
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+def _save(
+    main: Path,
+    compression: DGCCompressor,
+    transport: Transport,
+    content: Callable[[], dict[str, Any]] = dict,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the ranks' files and then the main file, and delete files of earlier saves. Collective, between steps.
+
+    Args:
+        main: path of the main file.
+        compression: whose state is saved.
+        transport: connects the ranks that save.
+        content: makes what rank 0 puts into the main file beside the token and the number of ranks.
+        check: raises where this rank cannot save.
+    """
+    if compression.engine is not None:
+        # Asked for here only: where one rank's step has failed, the others may be in the next.
+        compression.engine.require_between_steps("save_checkpoint()", whole=True)
+    if not compression.takes_part:
+        return
+    folder, rank, size = main.parent, transport.rank, transport.size
+    state = compression.state_dict() if compression.is_bound else dict(INACTIVE)
+
+    def look() -> dict[str, Any]:
+        check()
+        if state.get("parameters"):
+            require_sound(state)
+        return {"step": state.get("step", 0)}
+
+    agree_or_raise(
+        transport,
+        lambda: {"directory": os.path.abspath(folder)},
+        "arguments of save_checkpoint()",
+        advice="Give every rank the same directory",
+    )
+    _agree(transport, look, "save")
+    token = gather_values(transport, secrets.token_hex(8))[0]
+    own = folder / _rank_file(token, rank, size)
+
+    def write_own() -> dict[str, Any]:
+        _write(own, {**state, "token": token}, token)
+        return {}
+
+    def write_main() -> dict[str, Any]:
+        if rank == 0:
+            _write(main, {"token": token, "size": size, **content()}, token)
+        return {}
+
+    try:
+        _agree(transport, write_own, "write the compressor's state")
+        _agree(transport, write_main, "write the checkpoint")
+    except Exception:
+        if _token_and_size_in(main)[0] != token:  # rank 0 may have completed it
+            _delete(own)
+        raise
+    _delete_others(folder, token, rank, size)
+
+
+def _delete_others(folder: Path, token: str, rank: int, size: int) -> None:
+    """Delete the files of replaced checkpoints, and of saves that were killed; each rank deletes its part of them."""
+    for path in folder.iterdir():
+        found = _FILES.fullmatch(path.name)
+        if found and int(found["rank"] or 0) % size == rank and (found["draft"] or found["token"] not in (None, token)):
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file if that is possible; otherwise it stays, as the checkpoint is complete without that."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _rank_file(token: str, rank: int, size: int) -> str:
     return f"compressor-{token}-{rank:05d}-of-{size:05d}.pt"
 
 
-def _as_bytes(compression: DGCCompressor) -> io.BytesIO:
-    buffer = io.BytesIO()
-    torch.save(compression.state_dict(), buffer)
-    return buffer
+def _packed_state(compression: DGCCompressor) -> np.ndarray:
+    return packed(compression.state_dict(), "the compressor's state")
 
 
 def _write(path: Path, content: object, token: str) -> None:
-    """Write a file whole or not at all, with checksums, which users can turn off in torch."""
+    """Write a file completely or not at all, with checksums, which users can turn off in torch."""
 
     def write(file: BinaryIO) -> None:
         with _checksums():
@@ -353,83 +389,6 @@ def _checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(chosen)
 
 
-def _delete(path: Path) -> None:
-    """What cannot be deleted stays: the checkpoint is whole, and this rank may be the only one to fail."""
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-
-
-def _token_in(folder: Path) -> str:
-    """Which files the checkpoint in a directory names; "" if there is none that can be read."""
-    try:
-        return str(torch.load(folder / MAIN_FILE, map_location="cpu", weights_only=True, mmap=True)["token"])
-    except Exception:
-        return ""
-
-
-def _read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu") -> dict[str, Any]:
-    """Load a file after comparing its checksums, at which torch does not look."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: {advice}")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-    except Exception as error:  # zipfile and zlib raise whatever they like
-        raise LayoutError(
-            f"{path} is empty, damaged or cut off, or {_FOREIGN} ({error}); take another copy, or an earlier one"
-        ) from error
-    try:
-        content = torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:  # and torch, too
-        raise LayoutError(
-            f"{path} cannot be loaded: {_FOREIGN}, or by a newer version ({_why_refused(path, error)})"
-        ) from error
-    if not isinstance(content, dict):
-        raise LayoutError(f"{path} holds a {type(content).__name__}: {_FOREIGN}")
-    return content
-
-
-def _read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:
-    """The file of rank 0."""
-    path = folder / MAIN_FILE
-    advice = "there is no checkpoint in this directory; name the one that was given to save_checkpoint()"
-    content = _read(path, advice, map_location)
-    size, token = content.get("size"), content.get("token")
-    known = isinstance(size, int) and size > 0 and isinstance(token, str)
-    if not known or not {"model", "optimizer", "extra"} <= set(content):
-        raise LayoutError(
-            f"{path} is a checkpoint of another kind: {_FOREIGN}. Load it with torch.load() into model and optimizer "
-            "on rank 0 and broadcast both; the compressor begins with empty residuals"
-        )
-    return content
-
-
-def _read_states(folder: Path, main: dict[str, Any], transport: Transport, resize: bool) -> list[Any]:
-    """The old ranks' states in rank order; None for those that this rank does not need."""
-    rank, size, old, token = transport.rank, transport.size, main["size"], main["token"]
-    if old != size and not resize:
-        raise LayoutError(
-            f"the checkpoint in {folder} was saved by {old} ranks, this job has {size}; pass resize=True to "
-            "redistribute the residuals"
-        )
-    states: list[Any] = [None] * old
-    advice = (
-        "put all files of the checkpoint into a directory that every rank can read: each rank saves its own residuals"
-    )
-    for r in {rank} if old == size else {0, *old_ranks_of(rank, old, size)}:
-        path = folder / _rank_file(token, r, old)
-        state = tree_map_only(torch.Tensor, torch.Tensor.numpy, _read(path, advice))
-        if state.pop("token", token) != token or (state.get("rank"), state.get("size")) != (r, old):
-            raise LayoutError(
-                f"{path} was renamed: it holds the state of rank {state.get('rank')} of {state.get('size')}, or is of "
-                "another checkpoint; put the files back under the names that they were saved under"
-            )
-        states[r] = state
-    return states
-
-
 def _require_loadable(extra: object) -> None:
     """Refuse now what ``load_checkpoint``, which runs no code from a file, would refuse when it is too late."""
     buffer = io.BytesIO()
@@ -443,6 +402,106 @@ def _require_loadable(extra: object) -> None:
             "extra= holds something else than numbers, strings, tensors and containers of them, which cannot "
             f"be loaded safely; convert it (float(x), vars(args)): {_why_refused(buffer, error)}"
         ) from error
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def _load(compression: DGCCompressor, states: list[Any]) -> None:
+    """Take over what :func:`_fitting_states` returned. Collective."""
+    alone = compression.engine is None
+    compression.load_state_dict(states if alone else states[0], resize=alone)
+
+
+def _fitting_states(
+    folder: Path, token: str, size: int, compression: DGCCompressor, transport: Transport, resize: bool
+) -> list[Any]:
+    """Return this rank's own state as a list of one; where a single process loads, those of all ranks that saved."""
+    states = _read_states(folder, token, size, transport, resize)
+    same = size == transport.size
+    try:
+        own = compression.fitting_state(states[transport.rank] if same else states, resize=not same)
+    except LayoutError as error:
+        name = _rank_file(token, transport.rank, size) if same else "the ranks' files"
+        raise LayoutError(f"{name} in {folder}: {error}") from error
+    return states if compression.engine is None else [own]
+
+
+def _token_and_size_in(main: Path) -> tuple[str, int]:
+    """Which files a main file names; ("", 0) if it cannot be read."""
+    try:
+        content = torch.load(main, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:
+        return "", 0
+    return (content["token"], content["size"]) if _names_files(content) else ("", 0)
+
+
+def _names_files(content: object) -> bool:
+    """Whether a main file names the ranks' files. The token becomes a part of paths, so it must be nothing else."""
+    if not isinstance(content, dict):
+        return False
+    size, token = content.get("size"), content.get("token")
+    return type(size) is int and size > 0 and isinstance(token, str) and bool(re.fullmatch(_TOKEN, token))
+
+
+def _read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu", mmap: bool = False) -> dict[str, Any]:
+    """Load a file after comparing its checksums, at which torch does not look."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: {advice}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+    except Exception as error:  # zipfile and zlib raise whatever they like
+        raise LayoutError(
+            f"{path} is empty, damaged or cut off, or {_FOREIGN} ({error}); take another copy, or an earlier one"
+        ) from error
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except Exception as error:  # and torch, too
+        raise LayoutError(
+            f"{path} cannot be loaded: {_FOREIGN}, or by a newer version ({_why_refused(path, error)})"
+        ) from error
+    if not isinstance(content, dict):
+        raise LayoutError(f"{path} holds a {type(content).__name__}: {_FOREIGN}")
+    return content
+
+
+def _read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:
+    """The file of rank 0."""
+    path = folder / _MAIN_FILE
+    advice = "there is no checkpoint in this directory; name the one that was given to save_checkpoint()"
+    content = _read(path, advice, map_location)
+    if not _names_files(content) or not {"model", "optimizer", "extra"} <= set(content):
+        raise LayoutError(
+            f"{path} is a checkpoint of another kind: {_FOREIGN}. Load it with torch.load() into model and optimizer "
+            "on rank 0 and broadcast both; the compressor begins with empty residuals"
+        )
+    return content
+
+
+def _read_states(folder: Path, token: str, old: int, transport: Transport, resize: bool) -> list[Any]:
+    """The states of ``old`` ranks in rank order; None for those that this rank does not need."""
+    if old != transport.size and not resize:
+        raise LayoutError(
+            f"the checkpoint in {folder} was saved by {old} ranks, this job has {transport.size}; pass resize=True to "
+            "redistribute the residuals"
+        )
+    states: list[Any] = [None] * old
+    advice = (
+        "put all files of the checkpoint into a directory that every rank can read: each rank saves its own residuals"
+    )
+    for r in needed_ranks(transport.rank, old, transport.size):
+        path = folder / _rank_file(token, r, old)
+        state = tree_map_only(torch.Tensor, torch.Tensor.numpy, _read(path, advice, mmap=True))
+        if state.pop("token", token) != token or (state.get("rank"), state.get("size")) != (r, old):
+            raise LayoutError(
+                f"{path} was renamed: it holds the state of rank {state.get('rank')} of {state.get('size')}, or is of "
+                "another checkpoint; put the files back under the names that they were saved under"
+            )
+        states[r] = state
+    return states
 
 
 def _why_refused(file: Path | BinaryIO, error: Exception) -> str:

@@ -33,9 +33,8 @@ from typing_extensions import override
 from dgc.adapter.compressor import check_compression
 from dgc.adapter.job import errors_on_all_ranks
 from dgc.core.exchange.exchange import LossScale
-from dgc.core.state import write_whole
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.checkpoint import gathered_states, load_gathered
+from dgc.torch.checkpoint import gathered_states, load_for_trainer, load_gathered, save_for_trainer
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.distributed import DistributedJob
 from dgc.torch.engine import Engine
@@ -434,9 +433,6 @@ def _require_same_size() -> None:
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
-# In a checkpoint's directory of Hugging Face's Trainer.
-_FILE = "compression.pt"
-
 
 def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor) -> "transformers.TrainerCallback":
     """A callback for ``trainer.add_callback``: gradients are compressed, and checkpoints hold every rank's state.
@@ -453,21 +449,15 @@ def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor
     from transformers import TrainerCallback
 
     class Compress(TrainerCallback):
-        state: CompressionState | None = None
-
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.state = register(trainer.model_wrapped, kwargs["optimizer"], compression)
+            register(trainer.model_wrapped, kwargs["optimizer"], compression)
             if state.global_step:
                 given = args.resume_from_checkpoint
-                path = Path(given if given and os.path.isdir(given) else _folder(args, state), _FILE)
-                self.state.load_state_dict(torch.load(path, weights_only=True) if path.exists() else {})
+                folder = given if given and os.path.isdir(given) else _folder(args, state)
+                load_for_trainer(Path(folder), compression)
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert self.state is not None, "training has begun"
-            saved = self.state.state_dict()  # on all ranks
-            if args.should_save:
-                path = Path(_folder(args, state), _FILE)
-                write_whole(path, path.with_suffix(".partial"), lambda file: torch.save(saved, file))
+            save_for_trainer(Path(_folder(args, state)), compression)  # on all ranks
 
     return Compress()
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from dgc.adapter.agreement import tell_error
 from dgc.adapter.job import Job, errors_on_all_ranks
@@ -233,6 +234,15 @@ class DistributedTransport(LibraryTransport):
         own = torch.from_numpy(message if message.flags.writeable else message.copy())
         out = torch.empty(self.size * message.size, dtype=torch.uint8)
         self._run(lambda group: group._allgather_base(out, own))
+        return out.numpy()
+
+    @override
+    def gather(self, message: np.ndarray, root: int) -> np.ndarray:
+        self._require_open()
+        out = torch.empty((self.size if self.rank == root else 0, message.size), dtype=torch.uint8)
+        options = dist.GatherOptions()
+        options.rootRank = root
+        self._run(lambda group: group.gather([list(out)] if len(out) else [], [torch.from_numpy(message)], options))
         return out.numpy()
 
     def _sum(self, array: np.ndarray) -> None:

@@ -19,11 +19,14 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from dgc.core.state import own_arrays
+from dgc.core.collectives import Transport, gather_values
+from dgc.core.state import old_ranks_of, own_arrays
 from dgc.errors import TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.horovod import HOROVOD
 from dgc.torch.optimizer import DistributedOptimizer
+from dgc.torch.packing import broadcast_packed, gather_packed, packed, unpacked
+from dgc.transport.local import local_world
 
 State = dict[str, Any]
 
@@ -38,7 +41,7 @@ class TorchState(hvd.elastic.TorchState):
     """``hvd.elastic.TorchState`` of a model, its plain optimizer, a compressor and the script's own values.
 
     What a rank had not sent leaves with it; a warning on rank 0 counts the ranks. Other residuals are redistributed as
-    with ``load_state_dict(states, resize=True)``, for which each rank holds those of all for a moment.
+    with ``load_state_dict(states, resize=True)``.
 
     Attributes:
         compression: the compressor, within the decorated function.
@@ -75,9 +78,12 @@ class TorchState(hvd.elastic.TorchState):
             DistributedOptimizer(self.optimizer, named, compression=self.compression, **self._wrapping)
         finally:
             HOROVOD.elastic = False
-        states = hvd.allgather_object(self._committed, name="dgc.elastic")
-        if states[0] is not None:  # whose model all ranks have
-            self.compression.load_state_dict(_of_all_old_ranks(states, self.compression), resize=True)
+        compression, engine = self.compression, self.compression.engine
+        if not compression.takes_part:
+            return
+        transport = local_world(1)[0] if engine is None else engine.transport
+        if states := _exchanged(self._committed, transport, compression.config.rampup_begin_step):
+            compression.load_state_dict(states, resize=True)
 
     def end(self) -> None:
         """Leave a plain optimizer behind. Local: no communication."""
@@ -93,7 +99,7 @@ class TorchState(hvd.elastic.TorchState):
         # no state, to make one: decay would move the parameters.
         groups = self.optimizer.param_groups
         own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        options = hvd.broadcast_object(own, name="dgc.elastic.options")
+        options = unpacked(broadcast_packed(HOROVOD, packed(own, "an optimizer's group"), 0))
         for group in groups:
             group["weight_decay"] = 0.0
         super().sync()
@@ -124,26 +130,56 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     return hvd.elastic.run(bound)
 
 
-def _of_all_old_ranks(states: list[State | None], compression: DGCCompressor) -> list[State]:
-    """The committed states by old rank, with zeros for ranks that left or had committed another step than rank 0."""
-    first = states[0]
-    assert first is not None, "rank 0 has committed"
-    old = {s["rank"]: s for s in states if s is not None and s["step"] == first["step"] and s["size"] == first["size"]}
-    lost = sorted(set(range(first["size"])) - set(old))
-    if lost and hvd.rank() == 0:
+def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) -> list[Any]:
+    """Return the states by old rank of which ``resized`` makes this rank's, with zeros for ranks that left. Collective.
+
+    A rank that had committed another step than rank 0 counts as one that left. The list is empty if rank 0 has
+    committed nothing.
+    """
+    rank, size = transport.rank, transport.size
+    places = gather_values(transport, own and [own["step"], own["size"], own["rank"]])
+    if places[0] is None:
+        return []
+    step, old_size, _ = places[0]
+    holders = {place[2]: r for r, place in enumerate(places) if place and place[:2] == [step, old_size]}
+    _warn_of_lost([r for r in range(old_size) if r not in holders], old_size, step, rank)
+
+    def sources(receiver: int) -> set[int]:
+        """The ranks whose states a rank needs; a rank without any needs one to learn what it holds."""
+        found = {holders[r] for r in old_ranks_of(receiver, old_size, size) if r in holders}
+        return found - {receiver} if receiver in holders.values() else found or {0}
+
+    states: list[Any] = [None] * old_size
+    for receiver in range(size):
+        if needed := sources(receiver):
+            sent = packed(own, "the compressor's state") if rank in needed else np.empty(0, np.uint8)
+            for content in gather_packed(transport, sent, receiver):
+                if content.size:
+                    state = unpacked(content)
+                    states[state["rank"]] = state
+    if holders.get(r := own["rank"] if own else -1) == rank:
+        states[r] = own
+    model = next(state for state in states if state is not None)
+    shared = step <= rampup_begin_step
+    for r in {0, *old_ranks_of(rank, old_size, size)}:
+        if states[r] is None:
+            states[r] = _without_residuals(model, r, shared)
+    return states
+
+
+def _warn_of_lost(lost: list[int], old_size: int, step: int, rank: int) -> None:
+    if lost and rank == 0:
         warnings.warn(
-            f"{len(lost)} of {first['size']} ranks left (ranks {', '.join(map(str, lost))}), and with them what they "
-            f"had not sent until step {first['step']}",
+            f"{len(lost)} of {old_size} ranks left (ranks {', '.join(map(str, lost))}), and with them what they "
+            f"had not sent until step {step}",
             RuntimeWarning,
             stacklevel=2,
         )
-    replicated = first["step"] <= compression.config.rampup_begin_step
-    return [old.get(r) or _without_residuals(first, r, replicated) for r in range(first["size"])]
 
 
-def _without_residuals(state: State, rank: int, replicated: bool) -> State:
+def _without_residuals(state: State, rank: int, shared: bool) -> State:
     parameters = {}
     for name, entry in state["parameters"].items():
-        own = own_arrays(entry, replicated)
-        parameters[name] = {k: np.zeros_like(a) if k in own else a for k, a in entry.items()}
+        own = own_arrays(entry, shared)
+        parameters[name] = {k: np.zeros(np.shape(a), np.asarray(a).dtype) if k in own else a for k, a in entry.items()}
     return {**state, "rank": rank, "parameters": parameters}

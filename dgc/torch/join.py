@@ -8,18 +8,18 @@ flag, nobody had a gradient, and the exchange is undone.
 from __future__ import annotations
 
 import hashlib
-import io
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
-from dgc.adapter.agreement import gather_if_different
+from dgc.adapter.agreement import agree_or_raise, gather_if_different
 from dgc.core.message import Flags
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
-from dgc.torch.distributed import DistributedJob, TorchJob
+from dgc.torch.distributed import TorchJob
 from dgc.torch.engine import Engine, option_values, set_option_values
+from dgc.torch.packing import broadcast_packed, packed, unpacked
 from dgc.torch.tensors import is_sharded
 from dgc.torch.zero import ZeroRedundancyOptimizer
 
@@ -108,27 +108,29 @@ def _clear(engine: Engine) -> None:
 
 def _take_over(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:
     """Overwrite what all ranks share with that of one rank, unless it is equal."""
-    exchange, rank = engine.exchange, engine.transport.rank
+    exchange, transport = engine.exchange, engine.transport
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    momentum = exchange.state.shared_momentum(exchange.schedule.begin)
     content = {
         "options": option_values(optimizer),
         "parameters": [p.detach() for p in parameters],
         "state": [dict(optimizer.state.get(p, {})) for p in parameters],
-        "momentum": exchange.state.shared_momentum(exchange.schedule.begin),
+        "momentum": {i: torch.from_numpy(u) for i, u in momentum.items()},
     }
-    file = io.BytesIO()
-    torch.save(content, file)
-    if gather_if_different(engine.transport, {"content": hashlib.sha256(file.getbuffer()).hexdigest()}) is None:
-        return
-    came = _broadcast(file.getvalue() if rank == root else b"", job, root)
-    if rank == root:
+    own: list[np.ndarray] = []
+
+    def pack() -> dict[str, Any]:
+        own.append(packed(content, f"the state of {type(optimizer).__name__}"))
+        return {}
+
+    agree_or_raise(transport, pack)
+    if gather_if_different(transport, {"content": hashlib.sha256(own[0].tobytes()).hexdigest()}) is None:
         return
     device = parameters[0].device
-    loaded = torch.load(
-        io.BytesIO(came),
-        map_location=lambda storage, place: storage if place == "cpu" else storage.to(device),
-        weights_only=False,
-    )
+    came = broadcast_packed(job, own[0], root, device)
+    if transport.rank == root:
+        return
+    loaded = unpacked(came, lambda storage, place: _moved(storage, place, device))
     set_option_values(optimizer, loaded["options"])
     with torch.no_grad():
         for p, values, entries in zip(parameters, loaded["parameters"], loaded["state"], strict=True):
@@ -136,13 +138,9 @@ def _take_over(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None
             if entries or p in optimizer.state:
                 optimizer.state[p] = entries
     for i, u in loaded["momentum"].items():
-        exchange.state.set_momentum_buffer(i, u)
+        exchange.state.set_momentum_buffer(i, u.numpy())
 
 
-def _broadcast(content: bytes, job: TorchJob, root: int) -> bytes:
-    source = job.ranks()[root]
-    if not isinstance(job, DistributedJob):
-        return job.module().broadcast_object(content, source, name="dgc.join", process_set=job.members)
-    box = [content]
-    dist.broadcast_object_list(box, source, group=job.members)
-    return box[0]
+def _moved(storage: torch.UntypedStorage, place: str, device: torch.device) -> torch.UntypedStorage:
+    """Move what was on another rank's device, which may not exist here, to this rank's; the rest stays on the host."""
+    return storage if place == "cpu" else storage.to(device=device)

@@ -5,7 +5,6 @@ P = number of ranks.
 
 from __future__ import annotations
 
-import io
 import itertools
 import operator
 import weakref
@@ -22,9 +21,9 @@ from torch.utils._pytree import tree_map_only
 from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.job import errors_on_all_ranks
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.checkpoint import gather_bytes
 from dgc.torch.distributed import TorchJob, job_of
 from dgc.torch.momentum import DGCMomentum
+from dgc.torch.packing import gather_packed, packed, unpacked
 from dgc.torch.untraced import untraced
 
 Group = dict[str, Any]
@@ -311,7 +310,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             LayoutError: ``param_groups`` were changed by hand.
             RemoteError: it failed on another rank.
         """
-        file = io.BytesIO()
+        own: list[np.ndarray] = []
 
         def build() -> dict[str, int]:
             number, size = operator.index(to), self._transport.size
@@ -319,16 +318,16 @@ class ZeroRedundancyOptimizer(Optimizer):
                 raise ConfigError(f"to={number}, but the optimizer's ranks are 0 to {size - 1}")
             self._require_known_parameters()
             _copy_options(self.param_groups, self.optim.param_groups)
-            torch.save(_full_entries(self.optim.state_dict(), self._indices()[self._transport.rank]), file)
+            share = _full_entries(self.optim.state_dict(), self._indices()[self._transport.rank])
+            own.append(packed(share, f"the state of {self.optimizer_class.__name__}"))
             return {"to": number}
 
         what, advice = "arguments of consolidate_state_dict", "Name the same rank everywhere."
         agree_or_raise(self._transport, build, what, advice=advice)
         self._consolidated = None
-        parts = gather_bytes(self._transport, np.frombuffer(file.getbuffer(), np.uint8), to)
-        if self._transport.rank == to:  # bytes of other ranks of this job
-            loaded = (torch.load(io.BytesIO(part.tobytes()), map_location="cpu", weights_only=False) for part in parts)
-            self._consolidated = {key: value for part in loaded for key, value in part.items()}
+        parts = gather_packed(self._transport, own[0], to)
+        if self._transport.rank == to:
+            self._consolidated = {key: value for part in parts for key, value in unpacked(part).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's state as of the last ``consolidate_state_dict``, in torch's ordinary layout.

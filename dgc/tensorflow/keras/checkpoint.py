@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dgc.adapter.agreement import agree_or_raise, require_agreement, tell_error
 from dgc.adapter.engine import INACTIVE
-from dgc.core.state import load_state, old_ranks_of, require_sound, save_state
+from dgc.core.state import load_state, needed_ranks, require_sound, save_state
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce import distributed_in
@@ -207,7 +207,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             )
         prefix = path.rpartition(".rank")[0]
         states: list[Any] = [None] * old
-        for r in sorted({0, *old_ranks_of(rank, old, size)}):
+        for r in needed_ranks(rank, old, size):
             states[r] = load_state(self._path(prefix, r))
             if states[r].get(ITERATIONS) != self._iterations():
                 raise LayoutError(

@@ -7,6 +7,7 @@ import warnings
 import horovod.torch as hvd
 import torch
 from adapters_torch.workers.models import flat, make_model, train
+from adapters_torch.workers.tensors import unpickling_is_an_error
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -29,6 +30,47 @@ def residuals_come_from_the_latest_commit_alone():
         train(optimizer, model, 0 if members is alone else 2)
         state.save()
         state.end()
+
+
+def committed(steps=2):
+    """A state that has trained, and the residuals that this rank has committed."""
+    model = make_model()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    state = TorchState(model, optimizer, dgc.Compression.dgc(sparsity=0.9))
+    state.begin()
+    train(optimizer, model, steps)
+    state.save()
+    state.end()
+    return state, residuals(state._committed)
+
+
+def residuals(saved):
+    return torch.cat([entry["v"] for entry in saved["parameters"].values() if "v" in entry])
+
+
+@case
+def residuals_find_their_ranks_where_these_have_new_numbers():
+    state, own = committed()
+    state._committed = hvd.allgather_object(state._committed)[(hvd.rank() + 1) % hvd.size()]
+    with unpickling_is_an_error():
+        state.begin()
+    assert torch.equal(residuals(state.compression.state_dict()), own)
+    state.end()
+
+
+@case
+def residuals_of_a_rank_that_left_begin_at_zero():
+    state, own = committed()
+    if hvd.rank() == 1:
+        state._committed = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state.begin()
+    said = [str(w.message) for w in caught if "had not sent" in str(w.message)]
+    assert len(said) == (hvd.rank() == 0), said
+    assert all(text.startswith(f"1 of {hvd.size()} ranks left (ranks 1)") for text in said), said
+    assert torch.equal(residuals(state.compression.state_dict()), 0 * own if hvd.rank() == 1 else own)
+    state.end()
 
 
 @case

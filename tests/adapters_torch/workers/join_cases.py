@@ -8,7 +8,13 @@ import warnings
 from functools import partial
 
 import torch
-from adapters_torch.workers.tensors import assert_replicas_identical, gathered_objects, loss_of, make_model
+from adapters_torch.workers.tensors import (
+    assert_replicas_identical,
+    gathered_objects,
+    loss_of,
+    make_model,
+    unpickling_is_an_error,
+)
 from torch import nn
 from worker_tools import case, launch_rank, launch_size, run_cases
 
@@ -222,6 +228,47 @@ def adam_has_the_same_state_everywhere():
         train(optimizer, model, 5, start=20)
         assert_identical(model)
         compression.close()
+
+
+@case
+def the_last_ranks_state_comes_without_pickle():
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), sparsity=0.9)
+    train(optimizer, model, 2 + 3 * rank())
+    optimizer.state[model[0].weight]["last"] = torch.tensor(rank())
+    with unpickling_is_an_error():
+        last = dgc.join(compression)
+    assert optimizer.state[model[0].weight]["last"] == last == size() - 1
+    assert_identical(model)
+    compression.close()
+
+
+@case
+def a_state_that_cannot_travel_is_an_error_on_every_rank():
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
+    train(optimizer, model, 2 + rank())
+    if rank() == 0:
+        optimizer.state[model[0].weight]["history"] = object()
+    error_on_every_rank(lambda: dgc.join(compression), dgc.ConfigError, "the state of SGD holds a object")
+    compression.close()
+
+
+@case
+def a_state_on_another_ranks_gpu_comes_to_this_ranks_device():
+    """Each rank's tensors say that they are on a GPU of their own."""
+    registry = torch.serialization._package_registry
+    torch.serialization.register_package(0, lambda storage: f"cuda:{rank()}", lambda storage, place: None)
+    try:
+        model = make_model()
+        optimizer, compression = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), sparsity=0.9)
+        train(optimizer, model, 2 + 3 * rank())
+        assert dgc.join(compression) == size() - 1
+        assert_identical(model)
+        assert_replicas_identical([optimizer.state[p]["exp_avg_sq"] for p in model.parameters()])
+        compression.close()
+    finally:
+        registry[:] = [entry for entry in registry if entry[0] != 0]
 
 
 @case

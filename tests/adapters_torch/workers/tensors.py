@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,22 @@ def through_file(saved):
     torch.save(saved, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
+
+
+@contextlib.contextmanager
+def unpickling_is_an_error():
+    """Inside, no bytes of another rank may be run as a pickle; torch's reader of ``weights_only=True`` is its own."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a pickle was read")
+
+    names = ["pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads"]
+    names += ["torch.distributed.distributed_c10d._unpickler"] if dist.is_initialized() else []
+    with contextlib.ExitStack() as patches:
+        for name in names:
+            if not name.startswith("cloudpickle") or not dist.is_initialized():
+                patches.enter_context(patch(name, refuse))
+        yield
 
 
 def raises(error, match, function):

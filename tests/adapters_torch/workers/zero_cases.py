@@ -15,6 +15,7 @@ from adapters_torch.workers.tensors import (
     raises,
     through_file,
     twin,
+    unpickling_is_an_error,
 )
 from torch import nn
 from worker_tools import case, launch_rank, launch_size, run_cases
@@ -357,6 +358,17 @@ def the_state_dict_is_the_unsharded_ones_and_loads_both_ways():
         assert zero.param_groups[0]["lr"] == zero.optim.param_groups[0]["lr"] == 0.03
         step_both(zero, continued, own, other, 3, start=3)
         assert_state_dicts_equal(whole, given)
+
+
+@case
+def shares_are_consolidated_without_pickle():
+    zero, _, own, _ = pair(*OPTIMIZERS["adam"])
+    set_gradients(own, 0)
+    zero.step()
+    with unpickling_is_an_error():
+        zero.consolidate_state_dict()
+    next(iter(zero.optim.state.values()))["history"] = object()
+    raises((ConfigError, RemoteError), "the state of Adam holds a object", zero.consolidate_state_dict)
 
 
 @case

@@ -47,6 +47,8 @@ MAIN = {
     "text": (lambda path: path.write_text("no checkpoint"), "was not written by save_checkpoint"),
     "a plain checkpoint": (lambda path: torch.save({"model": {}, "optimizer": {}}, path), "of another kind.*broadcast"),
     "a state dict": (lambda path: torch.save(make_model().state_dict(), path), "of another kind.*broadcast"),
+    "a pattern for a token": (lambda path: change(path, lambda c: {**c, "token": "*"}), "of another kind"),
+    "a path for a token": (lambda path: change(path, lambda c: {**c, "token": "/../other"}), "of another kind"),
     "a list": (lambda path: torch.save([1], path), "holds a list"),
     "an object": (lambda path: torch.save(make_model(), path), "cannot be loaded"),
     "missing": (lambda path: path.unlink(), "there is no checkpoint in this directory"),

@@ -8,6 +8,7 @@ import functools
 import os
 
 import horovod.torch as hvd
+import torch
 from adapters_torch.workers.models import make_model, on_every_rank
 from checkpoint_tools import OPTIONS, Job, files_of, folders, sgd
 from worker_tools import case, run_cases
@@ -55,6 +56,29 @@ def a_full_disk_leaves_the_old_checkpoint_and_nothing_else():
         job.save(folder, extra=3)
         assert len(files_of(folder)) == 1 + hvd.size()
         assert job.load(folder) == 3
+        job.close()
+
+
+@case
+def files_that_no_checkpoint_names_go_with_the_next_save_and_strangers_stay():
+    """Rank 0 of a job that was killed may have been any rank, and of any number."""
+    old, draft = "0123456789abcdef", ".fedcba9876543210.partial"
+    left = [f"compressor-{old}-00000-of-00002.pt", f"compressor-{old}-00007-of-00009.pt", f"checkpoint.pt{draft}"]
+    left += [f"compressor-{old}-00001-of-00002.pt{draft}"]
+    strangers = ["best.pt", "checkpoint.pt.partial", "compressor-notes-00000-of-00001.pt", "model.partial"]
+    with folders("left") as folder:
+        if hvd.rank() == 0:
+            for name in (*left, *strangers):
+                (folder / name).touch()
+            torch.save({"token": "*", "size": 2}, folder / "checkpoint.pt")
+        hvd.barrier()
+        job = Job().train(1)
+        for _ in range(2):
+            job.save(folder)
+            found = set(files_of(folder))
+            assert found >= set(strangers)
+            assert not found & set(left)
+            assert len(found) == len(strangers) + 1 + hvd.size()
         job.close()
 
 

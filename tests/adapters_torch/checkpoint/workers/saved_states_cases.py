@@ -7,6 +7,8 @@ import itertools
 import shutil
 import tempfile
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
+from dgc.torch.ddp import trainer_callback
 
 WARMING_UP = {"sparsity": [0.75, 0.9], "rampup_step": 8, "rampup_begin_step": 2}
 
@@ -288,6 +291,35 @@ def the_hooks_state_holds_every_ranks():
     same = job.compression.state_dict()
     assert all(torch.equal(same["parameters"][n]["u"], e["u"]) for n, e in own["parameters"].items())
     job.compression.close()
+
+
+@case
+def a_rank_needs_its_own_file_alone_of_a_trainers_checkpoint():
+    """As with folders that are each node's own."""
+    folder, rank = Path(gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]), dist.get_rank()
+    arguments = SimpleNamespace(resume_from_checkpoint=None, output_dir=folder)
+    states = []
+    for step, seed in ((0, 0), (5, 3)):
+        job, progress = Hook(seed=seed), SimpleNamespace(global_step=step)
+        callback = trainer_callback(SimpleNamespace(model_wrapped=job.model), job.compression)
+        callback.on_train_begin(arguments, progress, None, optimizer=job.optimizer)
+        if not step:
+            job.train(5)
+            progress.global_step = 5
+            callback.on_save(arguments, progress, None)
+            names = {path.name for path in (folder / "checkpoint-5").iterdir()}
+            (own,) = (name for name in names if f"-{rank:05d}-of-" in name)
+            assert len(names) == 1 + dist.get_world_size()
+            arguments.output_dir = folder / f"node-{rank}"
+            (arguments.output_dir / "checkpoint-5").mkdir(parents=True)
+            for name in (own, "compression.pt")[: 2 - bool(rank)]:
+                shutil.copy(folder / "checkpoint-5" / name, arguments.output_dir / "checkpoint-5")
+        states.append(job.compression.state_dict())
+        job.compression.close()
+    before, after = (as_bytes(state) for state in states)
+    assert torch.equal(before, after)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def as_bytes(state):
