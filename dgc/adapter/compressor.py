@@ -12,19 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.checks import check_predivide
-from dgc.adapter.engine import (
-    CONNECTED,
-    EMPTY,
-    INACTIVE,
-    NO_EXCHANGE,
-    EngineBase,
-    Observer,
-    holds_nothing,
-    is_empty,
-    own_state,
-    require_states,
-    warn_of_dropped,
-)
+from dgc.adapter.engine import CONNECTED, NO_EXCHANGE, EngineBase, Observer, warn_of_dropped
 from dgc.adapter.job import Horovod, Job, ProcessSet, errors_on_all_ranks, same_set
 from dgc.adapter.options import AdapterOptions, Compressor, Optimizer, Tensors, refused_uncalled
 from dgc.adapter.signatures import Constructors
@@ -34,7 +22,7 @@ from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.stats import Stats
-from dgc.core.state import require_op
+from dgc.core.saved import EMPTY, INACTIVE, holds_nothing, is_empty, own_state, require_op, require_states
 from dgc.errors import ConfigError, LayoutError
 
 EngineT = TypeVar("EngineT", bound=EngineBase)
@@ -289,8 +277,9 @@ class CompressorBase(Generic[EngineT]):
         if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
             return {}
         own: dict[str, Any] = states[0]
+        transport = self.engine.transport
         if resize:
-            own = own_state(states, self.engine.transport, self.config.rampup_begin_step, op=self.config.op)
+            own = own_state(states, transport.rank, transport.size, self.config.rampup_begin_step, op=self.config.op)
         elif own.get("inactive"):
             raise LayoutError(
                 "the saved compressor state is one of a single process, which keeps none; do not load it, or pass "

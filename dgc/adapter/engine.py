@@ -6,10 +6,8 @@ import abc
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias
-
-import numpy as np
 
 from dgc.adapter.agreement import agree_or_raise
 from dgc.core.collectives import Transport
@@ -17,7 +15,7 @@ from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.stats import Stats
 from dgc.core.layout import Layout
-from dgc.core.state import FORMAT, old_ranks_of, require_fit, require_place, require_sound, resized
+from dgc.core.saved import EMPTY, holds_nothing, is_empty, require_fit, require_place, require_sound
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.hierarchical import between_nodes
 
@@ -25,11 +23,7 @@ logger = logging.getLogger("dgc")
 
 Observer: TypeAlias = Callable[[dict[str, Any]], Any]
 
-# The state of a compressor that has exchanged nothing; loading it forgets residuals, momentum and step.
-EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
-
-# The state of a compressor in a job of one process, and what its describe() returns: nothing is exchanged there.
-INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
+# What describe() of a compressor returns in a job of one process: nothing is exchanged there.
 NO_EXCHANGE: Final[dict[str, Any]] = {"density": 1.0, "sparsified_share": 0.0, "transport": "none", "ranks": 1}
 
 CONNECTED: Final = (
@@ -208,7 +202,6 @@ class EngineBase(abc.ABC):
             return
         require_place(saved, op=self._config.op, **self.between.rank_info())
         require_sound(saved)
-        _require_extras(saved)
         saved = self._renamed(saved)
         # Tensors whose gradients another collective averages have no state.
         others = set(self.names) - {p.name for p in self.layout.parameters}
@@ -246,77 +239,11 @@ class EngineBase(abc.ABC):
         _close(self._exchange, *self._nodes, *([] if keep_transport else [self.transport]))
 
 
-def _require_extras(saved: Mapping[str, Any]) -> None:
-    """Require that the entries which the frameworks add to a state can be read."""
-    for key in ("names", "kinds"):
-        value = saved.get(key, ())
-        if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
-            raise LayoutError(f"the saved compressor state has {key}={value!r:.80}, not a list of names; it is damaged")
-    kinds = zip(saved.get("names", ()), saved.get("kinds", ()), strict=False)
-    if any(kind != "none" and name not in saved["parameters"] for name, kind in kinds):
-        raise LayoutError("the saved compressor state comes without its variables; it is damaged")
-    rate = saved.get("rate")
-    if rate is not None and not isinstance(rate, (int, float)):
-        raise LayoutError(f"the saved compressor state has rate={rate!r:.80}, not a number; it is damaged")
-
-
 def _close(exchange: Exchange | None, *transports: Transport) -> None:
     """End the exchange's thread, then the transports, unless that thread still waits there for a rank that is gone."""
     if exchange is None or exchange.close():
         for transport in transports:
             transport.close()
-
-
-# -- states as users hand them over ------------------------------------------------------------------------------
-
-
-def is_empty(state: Mapping[str, Any]) -> bool:
-    """Whether a state is that of a compressor which had other ranks to exchange with and has not done so."""
-    return not state or ("parameters" in state and not state["parameters"])
-
-
-def holds_nothing(state: Mapping[str, Any]) -> bool:
-    """Whether a state holds nothing that could be lost: it is empty, or that of a single process."""
-    return is_empty(state) or bool(state.get("inactive"))
-
-
-def require_states(state: object, resize: bool) -> list[Any]:
-    """Return the argument of ``load_state_dict`` as a list of states, of which some may be None."""
-    if isinstance(state, Mapping):
-        return [state]
-    if not isinstance(state, Sequence) or isinstance(state, (str, bytes)):
-        shown = "None" if state is None else f"a {type(state).__name__}"
-        raise LayoutError(
-            f"load_state_dict got {shown}; give it what state_dict() returned on this rank, or {{}} to begin with "
-            "empty residuals"
-        )
-    if not resize or not len(state):
-        raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
-    for rank, each in enumerate(state):
-        if not isinstance(each, Mapping) and (each is not None or rank == 0):
-            raise LayoutError(
-                f"load_state_dict got {each if each is None else 'a ' + type(each).__name__} as the state of old rank "
-                f"{rank}; give it what state_dict() returned there"
-            )
-    return list(state)
-
-
-def own_state(
-    states: Sequence[Any], transport: Transport, rampup_begin_step: int, *, op: str = "average"
-) -> dict[str, Any]:
-    """Return this rank's state, made of the states of all ranks of a job of another size."""
-    first, size = states[0], states[0].get("size")
-    if first.get("nodes") is not None:
-        raise LayoutError(
-            f"the saved compressor states are those of {first['nodes']} nodes (hierarchical=...), which resize=True "
-            f"cannot hand to other ranks: load them on {size} ranks of as many nodes, or go on from the model alone"
-        )
-    if len(states) != size:
-        raise LayoutError(f"resize=True needs the states of all {size} old ranks in rank order, got {len(states)}")
-    for rank in {0, *old_ranks_of(transport.rank, len(states), transport.size)}:
-        _require_alike(first, states[rank], rank)
-    own = resized(states, transport.rank, transport.size, rampup_begin_step, op=op)
-    return {**own, "rank": transport.rank, "size": transport.size}
 
 
 def warn_of_dropped(state: Any) -> None:
@@ -328,28 +255,3 @@ def warn_of_dropped(state: Any) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:
-    """Refuse states that were not saved together: their sum would be nonsense."""
-    if state is None:
-        raise LayoutError(f"resize=True needs the state of old rank {rank} on this rank; pass those of all old ranks")
-    if state.get("rank") != rank or state.get("size") != first["size"]:
-        raise LayoutError(
-            f"the state in place {rank} is that of rank {state.get('rank')} of {state.get('size')}; resize=True needs "
-            f"those of all {first['size']} old ranks in rank order"
-        )
-    if state.get("step") != first.get("step"):
-        raise LayoutError(
-            f"the state of old rank {rank} is of step {state.get('step')}, that of rank 0 of step {first.get('step')}; "
-            "resize=True needs states that were saved together"
-        )
-    if _shapes(state) != _shapes(first):
-        raise LayoutError(f"the state of old rank {rank} belongs to another model than that of rank 0")
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = state.get("parameters")
-    if not isinstance(parameters, Mapping) or not all(isinstance(e, Mapping) for e in parameters.values()):
-        raise LayoutError("a saved compressor state holds no parameters; give it what state_dict() returned")
-    return {n: {k: np.shape(e[k]) for k in ("u", "v", "error") if k in e} for n, e in parameters.items()}

@@ -29,9 +29,9 @@ from torch.serialization import MAP_LOCATION
 from torch.utils._pytree import tree_map_only
 
 from dgc.adapter.agreement import agree_or_raise
-from dgc.adapter.engine import INACTIVE
 from dgc.core.collectives import Transport, gather_values
-from dgc.core.state import needed_ranks, require_sound, write_whole
+from dgc.core.saved import INACTIVE, needed_ranks, require_sound
+from dgc.core.state_file import write_whole
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import job_of

@@ -20,7 +20,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from dgc.core.collectives import Transport, gather_values
-from dgc.core.state import old_ranks_of, own_arrays
+from dgc.core.saved import old_ranks_of, own_arrays
 from dgc.errors import TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.horovod import HOROVOD

@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeEngine, FakeHorovod, FakeSet
 
 from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.engine import EMPTY
+from dgc.core.saved import EMPTY
 from dgc.errors import ConfigError, LayoutError
 from dgc.transport.local import run_ranks
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_compressor import Compressor
 
-from dgc.adapter.engine import require_states
+from dgc.core.saved import require_states
 from dgc.errors import LayoutError
 from dgc.transport.local import run_ranks
 

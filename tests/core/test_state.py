@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exchange_tools import first_gradients, make_exchange, run_step, train
 
-from dgc.core.state import resized
+from dgc.core.saved import resized
 from dgc.errors import LayoutError
 from dgc.transport.local import run_ranks
 

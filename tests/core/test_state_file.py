@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dgc.core import state as state_file
-from dgc.core.state import load_state, save_state
+from dgc.core import state_file
+from dgc.core.state_file import load_state, save_state
 from dgc.errors import LayoutError, TransportError
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5)

@@ -59,13 +59,6 @@ class BucketExchange:
         for event in step.submissions.events.get(self.bucket.index, ()):
             self.kernels.wait_for(event.handle)
 
-    def held(self, state: BucketState, segment: Segment) -> list[Array]:
-        """Return views of everything that a state holds of one tensor."""
-        held, first = [state.u[segment.slice]], segment.offset - self.bucket.sparse_size
-        if first < 0:
-            return [*held, state.v[segment.slice], state.thresholds[self.bucket.sparse.index(segment)]]
-        return [*held, state.error[first : first + segment.length]] if first < self.bucket.small_size else held
-
 
 class BucketStep:
     """One bucket in one step.
@@ -102,7 +95,7 @@ class BucketStep:
         absent = self.step.submissions.absent
         for segment in self._segments:
             if segment.parameter in absent:
-                self.kept[segment] = [held.copy() for held in self._parts.held(self._state, segment)]
+                self.kept[segment] = [held.copy() for held in self._state.held(segment)]
 
     def begin(self) -> None:
         """Let other threads or a device begin to compress while this thread has another bucket to do."""
@@ -338,9 +331,9 @@ class BucketStep:
     def _put_back(self) -> None:
         """Let the state hold again what was kept."""
         for segment, kept in self.kept.items():
-            for held, values in zip(self._parts.held(self._state, segment), kept, strict=True):
+            for held, values in zip(self._state.held(segment), kept, strict=True):
                 held[...] = values
-            self._state.residual_pending |= bool(len(kept) == 2 and kept[1].any())
+            self._state.residual_pending |= bool(self._state.error_of(segment).any())
 
 
 def _digest(segments: Iterable[Segment]) -> int:

@@ -23,7 +23,8 @@ from dgc.core.exchange.step import AS_BUILT, Hyper, Step, StepOptions, Submissio
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
 from dgc.core.message import Flags
-from dgc.core.state import State, require_place
+from dgc.core.saved import require_place
+from dgc.core.state import State
 from dgc.errors import DGCError, LayoutError, RemoteError
 
 LossScale = float | Callable[[], float | Callable[[], float]]

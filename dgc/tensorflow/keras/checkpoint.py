@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.adapter.agreement import agree_or_raise, require_agreement, tell_error
-from dgc.adapter.engine import INACTIVE
-from dgc.core.state import load_state, needed_ranks, require_sound, save_state
+from dgc.core.saved import INACTIVE, needed_ranks, require_sound
+from dgc.core.state_file import load_state, save_state
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce import distributed_in

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.agreement import agree_or_raise
-from dgc.adapter.engine import is_empty
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
@@ -29,6 +28,7 @@ from dgc.adapter.paddle import (
 )
 from dgc.core.checks import plain
 from dgc.core.collectives import Transport
+from dgc.core.saved import is_empty
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor

@@ -13,7 +13,7 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-from dgc.core.state import load_state, save_state
+from dgc.core.state_file import load_state, save_state
 from dgc.errors import DGCError
 
 keras = m.keras

@@ -10,7 +10,7 @@ import tensorflow as tf
 from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
-from dgc.core.state import load_state, save_state
+from dgc.core.state_file import load_state, save_state
 
 keras = m.keras
 KIN = {

@@ -8,7 +8,7 @@ from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
-from dgc.core.state import load_state
+from dgc.core.state_file import load_state
 
 keras = m.keras
 ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback

@@ -13,7 +13,7 @@ from momentum_models import SHAPES, make, make_variables, oracle_of, oracle_trai
 from worker_tools import case, run_cases
 
 import dgc.tensorflow as dgc
-from dgc.core.state import load_state, save_state
+from dgc.core.state_file import load_state, save_state
 
 keras = m.keras
 L1Decay, L2Decay = dgc.L1Decay, dgc.L2Decay

@@ -1,0 +1,277 @@
+"""Saved states: which ones a rank may load, and how they are made for another number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from dgc.core.layout import Layout
+from dgc.errors import LayoutError
+
+FORMAT = 1  # of the states that this version writes and reads
+
+# The state of a compressor that has exchanged nothing. Loading it forgets residuals, momentum and step.
+EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
+
+# The state of a compressor in a job of one process, which exchanges nothing.
+INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
+
+
+def is_empty(state: Mapping[str, Any]) -> bool:
+    """Return whether a state is that of a compressor which had other ranks to exchange with and has not done so."""
+    return not state or ("parameters" in state and not state["parameters"])
+
+
+def holds_nothing(state: Mapping[str, Any]) -> bool:
+    """Return whether a state holds nothing that could be lost: it is empty, or that of a single process."""
+    return is_empty(state) or bool(state.get("inactive"))
+
+
+# -- checks --------------------------------------------------------------------------------------------------------
+
+
+def require_states(state: object, resize: bool) -> list[Any]:
+    """Return the argument of ``load_state_dict`` as a list of states, of which some may be None."""
+    if isinstance(state, Mapping):
+        return [state]
+    if not isinstance(state, Sequence) or isinstance(state, (str, bytes)):
+        shown = "None" if state is None else f"a {type(state).__name__}"
+        raise LayoutError(
+            f"load_state_dict got {shown}; give it what state_dict() returned on this rank, or {{}} to begin with "
+            "empty residuals"
+        )
+    if not resize or not len(state):
+        raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
+    for rank, each in enumerate(state):
+        if not isinstance(each, Mapping) and (each is not None or rank == 0):
+            raise LayoutError(
+                f"load_state_dict got {each if each is None else 'a ' + type(each).__name__} as the state of old rank "
+                f"{rank}; give it what state_dict() returned there"
+            )
+    return list(state)
+
+
+def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes: int | None = None) -> None:
+    """Refuse a ``state_dict()`` of another rank, or of a job of another size, number of nodes or op."""
+    if saved.get("nodes") != nodes:
+        theirs, ours = ("single ranks" if n is None else f"{n} nodes" for n in (saved.get("nodes"), nodes))
+        raise LayoutError(
+            f"the saved compressor state is one of {theirs}, but {ours} send in this job, with other residuals. Load "
+            "it on as many ranks and nodes with the same hierarchical=..., or go on from the model alone"
+        )
+    if saved.get("size") != size:
+        raise LayoutError(
+            f"the saved compressor state is one of {saved.get('size')} ranks, this job has {size}; pass the "
+            "states of all old ranks and resize=True to redistribute the residuals"
+        )
+    if saved.get("rank") != rank:
+        raise LayoutError(
+            f"the saved compressor state belongs to rank {saved.get('rank')}, this is rank {rank}; residuals "
+            "differ between ranks: save and load one state per rank"
+        )
+    require_op(saved, op)
+
+
+def require_op(saved: Mapping[str, Any], op: str) -> None:
+    """Refuse a state that was saved under another op: u is the velocity of a mean or of a sum, P times as large."""
+    theirs = saved.get("op")
+    if theirs != op:
+        raise LayoutError(
+            f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job "
+            f"op={theirs} (and the learning rate that belongs to it), or load model and optimizer alone, which begins "
+            "with momentum 0"
+        )
+
+
+def require_sound(saved: Mapping[str, Any]) -> None:
+    """Refuse a mapping that no compressor has saved, and values that would spoil the training."""
+    if saved.get("format") != FORMAT:
+        raise LayoutError(
+            f"this compressor state has format {saved.get('format')!r}, this version reads {FORMAT}; "
+            "load it with the version that wrote it"
+        )
+    step = saved.get("step")
+    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
+        raise LayoutError(f"the saved compressor state says step {step!r}, which is no number of steps; it is damaged")
+    if not isinstance(saved.get("parameters"), Mapping):
+        raise LayoutError("the saved compressor state holds no parameters; give it what state_dict() returned")
+    for name, entry in saved["parameters"].items():
+        if not isinstance(entry, Mapping) or "u" not in entry:
+            raise LayoutError(f"the saved compressor state holds no u of {name!r}; give it what state_dict() returned")
+        for key in {"u", "v", "error"} & set(entry):
+            values = _numbers(entry[key], name, key)
+            if not np.isfinite(values).all():
+                raise LayoutError(
+                    f"the saved {key} of {name!r} holds {int((~np.isfinite(values)).sum())} values that are not "
+                    "finite, which would spoil the training: load an earlier state, or call reset() to begin with "
+                    "empty residuals"
+                )
+        if entry.get("threshold") is not None:
+            _numbers(entry["threshold"], name, "threshold")
+    for key in ("names", "kinds"):  # these and the rate are an adapter's
+        value = saved.get(key, ())
+        if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+            raise LayoutError(f"the saved compressor state has {key}={value!r:.80}, not a list of names; it is damaged")
+    kinds = zip(saved.get("names", ()), saved.get("kinds", ()), strict=False)
+    if any(kind != "none" and name not in saved["parameters"] for name, kind in kinds):
+        raise LayoutError("the saved compressor state comes without its variables; it is damaged")
+    rate = saved.get("rate")
+    if rate is not None and not isinstance(rate, (int, float)):
+        raise LayoutError(f"the saved compressor state has rate={rate!r:.80}, not a number; it is damaged")
+
+
+def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[str] = ()) -> None:
+    """Refuse a sound state of other parameters than the layout's.
+
+    ``optional``: names of parameters that the state may lack, or have in addition.
+    """
+    found, sparsified = saved["parameters"], layout.sparsified()
+    missing = [n for n in sparsified if n not in found and n not in optional]
+    surplus = [n for n in found if n not in sparsified and n not in optional]
+    if missing or surplus:
+        what = f"lacks parameter {missing[0]!r}" if missing else f"has a parameter {surplus[0]!r} too many"
+        raise LayoutError(
+            f"the saved compressor state {what}; it belongs to another model or another choice of parameters: "
+            "build the compressor for the model that was saved, or call reset() to start with empty residuals"
+        )
+    small = {layout.parameters[s.parameter].name for b in layout.buckets for s in b.small}
+    for name, length in ((p.name, p.numel) for p in layout.parameters):
+        if name not in found:
+            continue
+        entry, wanted = found[name], {"u", "v"} if sparsified[name] else {"u"}
+        if {"u", "v"} & set(entry) != wanted:
+            now, then = ("sparsified", "dense") if "v" in wanted else ("dense", "sparsified")
+            raise LayoutError(
+                f"parameter {name!r} is {now} here but was {then} when the state was saved; "
+                "use the same min_numel, include and exclude"
+            )
+        if "error" in entry and name not in small:
+            raise LayoutError(
+                f"parameter {name!r} is sent exactly here, and was coded when the state was saved; what the codec had "
+                "lost would be dropped: use the same exclude"
+            )
+        for key in sorted(wanted | ({"error"} & set(entry))):
+            if np.shape(entry[key]) != (length,):
+                raise LayoutError(
+                    f"parameter {name!r} has {length} elements, its saved {key} has shape "
+                    f"{np.shape(entry[key])}; the state belongs to another model"
+                )
+
+
+def _numbers(values: object, name: str, key: str) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"the saved {key} of {name!r} is no array: {error}") from error
+    if array.dtype.kind not in "fiu":
+        raise LayoutError(f"the saved {key} of {name!r} holds no numbers but {array.dtype}")
+    return array
+
+
+# -- another number of ranks ---------------------------------------------------------------------------------------
+
+
+def own_arrays(entry: dict[str, Any], is_shared: bool) -> set[str]:
+    """Return the names of a parameter's arrays that differ between ranks.
+
+    Args:
+        entry: of the parameter, in :meth:`dgc.core.state.State.to_dict`.
+        is_shared: whether the ramp-up has not begun, so that u is the same on all ranks.
+    """
+    return set(entry) & ({"v", "error", "u"} if "v" in entry and not is_shared else {"v", "error"})
+
+
+def own_state(
+    states: Sequence[Any], rank: int, size: int, rampup_begin_step: int, *, op: str = "average"
+) -> dict[str, Any]:
+    """Return a rank's state, made by :func:`resized`, once the states are known to be those of one job."""
+    first, old_size = states[0], states[0].get("size")
+    if first.get("nodes") is not None:
+        raise LayoutError(
+            f"the saved compressor states are those of {first['nodes']} nodes (hierarchical=...), which resize=True "
+            f"cannot hand to other ranks: load them on {old_size} ranks of as many nodes, or go on from the model alone"
+        )
+    if len(states) != old_size:
+        raise LayoutError(f"resize=True needs the states of all {old_size} old ranks in rank order, got {len(states)}")
+    for old in {0, *old_ranks_of(rank, old_size, size)}:
+        _require_alike(first, states[old], old)
+    return {**resized(states, rank, size, rampup_begin_step, op=op), "rank": rank, "size": size}
+
+
+def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:
+    """Refuse states that were not saved together: their sum would be nonsense."""
+    if state is None:
+        raise LayoutError(f"resize=True needs the state of old rank {rank} on this rank; pass those of all old ranks")
+    if state.get("rank") != rank or state.get("size") != first["size"]:
+        raise LayoutError(
+            f"the state in place {rank} is that of rank {state.get('rank')} of {state.get('size')}; resize=True needs "
+            f"those of all {first['size']} old ranks in rank order"
+        )
+    if state.get("step") != first.get("step"):
+        raise LayoutError(
+            f"the state of old rank {rank} is of step {state.get('step')}, that of rank 0 of step {first.get('step')}; "
+            "resize=True needs states that were saved together"
+        )
+    if _shapes(state) != _shapes(first):
+        raise LayoutError(f"the state of old rank {rank} belongs to another model than that of rank 0")
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = state.get("parameters")
+    if not isinstance(parameters, Mapping) or not all(isinstance(e, Mapping) for e in parameters.values()):
+        raise LayoutError("a saved compressor state holds no parameters; give it what state_dict() returned")
+    return {n: {k: np.shape(e[k]) for k in ("u", "v", "error") if k in e} for n, e in parameters.items()}
+
+
+def resized(
+    states: Sequence[dict[str, Any]], rank: int, size: int, rampup_begin_step: int, *, op: str = "average"
+) -> dict[str, Any]:
+    """Turn the states of N old ranks into this rank's state in a job of M ranks.
+
+    Residuals (those of small tensors, too) and momentum buffers of the old ranks r with ``r % M == rank`` are summed
+    and multiplied by M/N, which keeps their mean over the ranks; with ``op="sum"`` their sum is kept instead. Arrays
+    that are equal on all ranks stay as they are: everything before the ramp-up, and the momentum buffer of dense
+    tensors. With ``op="sum"`` a rank's u of a sparsified tensor is a share, so that it is multiplied by N/M.
+
+    Args:
+        states: (N,) results of :meth:`dgc.core.state.State.to_dict` in rank order; those that this rank does not need
+            may be None, except the first.
+        rank: this rank in the new job, 0 <= rank < size.
+        size: M, ranks of the new job.
+        rampup_begin_step: first sparsified step.
+        op: "average" or "sum".
+    """
+    first = states[0]
+    factor = size / len(states) if op == "average" else 1.0
+    share_factor = 1.0 if op == "average" else len(states) / size
+    is_shared = first["step"] <= rampup_begin_step
+    mine = [states[r] for r in old_ranks_of(rank, len(states), size)]
+    parameters: dict[str, dict[str, Any]] = {}
+    for name, entry in first["parameters"].items():
+        own = own_arrays(entry, is_shared)
+        parameters[name] = new = {}
+        for key, values in entry.items():
+            if key in own:
+                new[key] = total = np.zeros_like(values)
+                for state in mine:
+                    total += state["parameters"][name][key]
+                total *= factor
+            elif key != "threshold":
+                new[key] = copy.deepcopy(values)
+        if "v" in entry and is_shared:
+            new["u"] = (new["u"] * share_factor).astype(new["u"].dtype)
+    others = {key: value for key, value in first.items() if key != "parameters"}
+    return {**copy.deepcopy(others), "parameters": parameters}
+
+
+def old_ranks_of(rank: int, old_size: int, size: int) -> range:
+    """Return the old ranks whose residuals go to ``rank`` when ``old_size`` ranks become ``size``."""
+    return range(rank, old_size, size)
+
+
+def needed_ranks(rank: int, old_size: int, size: int) -> list[int]:
+    """Return the old ranks whose states ``rank`` reads: its own, or those that :func:`resized` needs."""
+    return [rank] if old_size == size else sorted({0, *old_ranks_of(rank, old_size, size)})

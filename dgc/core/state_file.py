@@ -1,0 +1,112 @@
+"""The file of one rank's saved state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dgc.errors import LayoutError, TransportError
+
+_HEADER = "header"
+
+
+def save_state(path: str | os.PathLike[str], state: dict[str, Any], ready: Callable[[], None] = lambda: None) -> None:
+    """Write ``state_dict()`` of one rank, the whole file or nothing; ``ready`` is as for :func:`write_whole`.
+
+    Raises:
+        TransportError: it could not be written; the file that was there before stays.
+    """
+    path = Path(path)
+    arrays: dict[str, np.ndarray] = {}
+    header = json.dumps(_take_out(state, arrays))
+
+    def write(file: BinaryIO) -> None:
+        np.savez(file, **arrays, **{_HEADER: np.frombuffer(header.encode(), np.uint8)})  # type: ignore[arg-type]
+
+    write_whole(path, path.with_name(path.name + ".part"), write, ready)
+
+
+def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a file of :func:`save_state`, and compare its checksums.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: it cannot be read.
+        LayoutError: it is something else, damaged or cut off.
+    """
+    try:
+        file = Path(path).open("rb")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing; put the states of all ranks where they were saved") from error
+    with file:
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                loaded: dict[str, Any] = _put_back(json.loads(archive[_HEADER].tobytes().decode()), archive)
+                return loaded
+        except Exception as error:  # NumPy, zipfile, zlib and json raise all kinds of errors
+            raise LayoutError(
+                f"{path} is no state of a compressor, or damaged; give the file that was saved from one, or an earlier "
+                f"one ({type(error).__name__}: {error})"
+            ) from error
+
+
+def write_whole(
+    path: Path, draft: Path, write: Callable[[BinaryIO], None], ready: Callable[[], None] = lambda: None
+) -> None:
+    """Write a whole file or nothing: the file that was there before stays until the new one is complete.
+
+    Args:
+        path: of the file; the folder is made if it is missing.
+        draft: where the file is written first; removed if that fails.
+        write: writes the content.
+        ready: called when everything is written, before the file is moved to ``path``. If it raises, that does not
+            happen.
+
+    Raises:
+        TransportError: it could not be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())  # a network's file system may say only now that it is full
+        ready()
+        os.replace(draft, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the folder itself may be unusable
+            draft.unlink()
+        if isinstance(error, OSError):
+            raise TransportError(
+                f"{path} could not be written: {error.strerror or error}; what was saved before stays. Make room or "
+                "mend the folder, or save elsewhere"
+            ) from error
+        raise
+
+
+def _take_out(value: object, arrays: dict[str, np.ndarray]) -> Any:
+    if isinstance(value, np.ndarray):
+        key = f"array{len(arrays)}"
+        arrays[key] = value
+        return {"__array__": key}
+    if isinstance(value, dict):
+        return {k: _take_out(v, arrays) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_take_out(v, arrays) for v in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _put_back(value: Any, archive: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"__array__"}:
+            return archive[value["__array__"]]
+        return {k: _put_back(v, archive) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_put_back(v, archive) for v in value]
+    return value
