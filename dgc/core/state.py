@@ -15,6 +15,10 @@ from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Bucket, Layout, Segment
 from dgc.core.saved import FORMAT, own_arrays, require_fit, require_sound
 
+# The name under which users import these two.
+from dgc.core.state_file import load_state as load_state
+from dgc.core.state_file import save_state as save_state
+
 
 class BucketState:
     """The state of one bucket.

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from dgc.core.codecs import padded
 from dgc.core.collectives import Transport
@@ -132,10 +133,12 @@ class TopKEncoder(Encoder):
             small=self._small(density),
         )
 
-    def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection]:  # noqa: D102
+    @override
+    def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection]:
         return self._kernels.begin_selection(work, state.u, state.v, state.thresholds)
 
-    def encode(  # noqa: D102
+    @override
+    def encode(
         self, plan: BucketPlan, step: Step, work: Sequence[SegmentWork], state: BucketState, payload: np.ndarray,
         begun: Callable[[], Selection] | None,
     ) -> tuple[int, bool]:  # fmt: skip
@@ -146,13 +149,16 @@ class TopKEncoder(Encoder):
         self._sent = SparseValues(positions, values)
         return len(positions), selection.nonfinite
 
-    def own(self, plan: BucketPlan) -> SparseValues:  # noqa: D102
+    @override
+    def own(self, plan: BucketPlan) -> SparseValues:
         return self._sent
 
-    def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues:  # noqa: D102
+    @override
+    def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues:
         return SparseValues(*plan.codec.decode(payload, count))
 
-    def masks(self, plan: BucketPlan, count: int) -> bool:  # noqa: D102
+    @override
+    def masks(self, plan: BucketPlan, count: int) -> bool:
         return super().masks(plan, sum(plan.ks))  # entries that are 0 are not sent
 
 
@@ -195,7 +201,8 @@ class AlgorithmEncoder(Encoder):
             small=self._small(density),
         )
 
-    def encode(  # noqa: D102
+    @override
+    def encode(
         self, plan: BucketPlan, step: Step, work: Sequence[SegmentWork], state: BucketState, payload: np.ndarray,
         begun: Callable[[], Selection] | None,
     ) -> tuple[int, bool]:  # fmt: skip
@@ -213,20 +220,25 @@ class AlgorithmEncoder(Encoder):
         self._sent = payload, count
         return count, nonfinite
 
-    def catch_up(self, step: Step) -> None:  # noqa: D102
+    @override
+    def catch_up(self, step: Step) -> None:
         if self._algorithm.shares and self._caught_up is not step:
             self._largest(step, np.zeros(len(self._tensors)))
 
-    def own(self, plan: BucketPlan) -> SparseValues | DenseValues:  # noqa: D102
+    @override
+    def own(self, plan: BucketPlan) -> SparseValues | DenseValues:
         return self.decode(plan, *self._sent)
 
-    def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues | DenseValues:  # noqa: D102
+    @override
+    def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues | DenseValues:
         return self._algorithm.decode(payload, count, self._spec(plan.density))
 
-    def masks(self, plan: BucketPlan, count: int) -> bool:  # noqa: D102
+    @override
+    def masks(self, plan: BucketPlan, count: int) -> bool:
         return super().masks(plan, count) and not self._algorithm.has_room_for_all(self._spec(plan.density))
 
-    def finish(self, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:  # noqa: D102
+    @override
+    def finish(self, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:
         self._algorithm.finish(self._spec(plan.density), state.thresholds, refused=refused)
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Gradients of ranks that send as one: added up within their node before they are compressed.
+"""Ranks that send as one: their gradients are added up within their node before they are compressed.
 
-Every rank of a node then holds the same sum, does the same with it and comes to the same message, of which one copy
-travels. For the compressor a node is a rank: P is the number of nodes, and a node's gradient is what its ranks have
-together.
+Then every rank of a node holds the same sum and makes the same message, of which one copy travels. For the compressor a
+node is a rank: P is the number of nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class NodeSums:
     """Adds up gradients within this rank's node, in host memory, and lets its ranks fail together."""
 
     def __init__(self, config: DGCConfig, kernels: Any, transport: Transport) -> None:
-        """Keep the ``op``, the kernels that read the gradients, and the transport among nodes. Local."""
+        """Take the kernels that read the gradients, and the transport among nodes. Local: no communication."""
         inside, place = transport.inside, transport.rank_info()
         assert inside is not None, "the transport connects nodes"
         self._inside = inside
@@ -34,15 +33,15 @@ class NodeSums:
         self._kernels = kernels
         self._on_device = kernels.on_device
         self._memory = kernels.memory
-        # Of an average, a node's share is that of its ranks, however many it has; the nodes' mean is that of all ranks.
+        # With an average, the nodes' mean is the mean of all ranks, however many ranks each node has.
         self._factor = place["nodes"] / place["size"] if config.op == "average" else 1.0
         self._sums: dict[int, np.ndarray] = {}
         self._vectors: dict[int, Any] = {}  # the same on a device
 
     def agree(self, own: Announced | None, step: Step, buckets: Sequence[Bucket]) -> Announced | None:
-        """The error of the node's first rank that has announced one, and its parameter; equal on them. Collective.
+        """Return the error of the node's first rank that has announced one, and its parameter. Collective.
 
-        The parameters of these buckets without a gradient become those that no rank of the node has one of.
+        A parameter of these buckets is absent from now on only if no rank of the node has a gradient of it.
         """
         absent = step.submissions.absent
         places = [s.parameter for bucket in buckets for s in bucket.segments]
@@ -60,7 +59,7 @@ class NodeSums:
         return failure, concerned
 
     def collect(self, step: Step, bucket: Bucket) -> None:
-        """Put this rank's gradients of a bucket, all of which are in, side by side. Local: no communication."""
+        """Copy this rank's gradients of a complete bucket to host memory. Local: no communication."""
         gradients = [item.gradient for item in step.submissions.of(bucket.segments)]
         host = self._sum_of(bucket)
         if self._on_device:  # now, while a rank without memory can still say so
@@ -69,7 +68,7 @@ class NodeSums:
             host[segment.slice] = self._from(gradient)
 
     def add_up(self, step: Step, bucket: Bucket) -> None:
-        """Put the node's sum in the place of this rank's gradients, which were collected. Collective."""
+        """Replace this rank's gradients, which were collected, by the node's sum. Collective."""
         summed: Any = self._sum_of(bucket)
         self._inside.allreduce(summed, "sum")
         if self._factor != 1.0:
