@@ -118,6 +118,25 @@ def a_resumed_run_goes_on_bit_for_bit():
 
 
 @case
+def a_beta_1_of_0_leaves_nothing_of_the_moments_before():
+    model, inner = m.make_model(), keras.optimizers.Adam(0.003)
+    compression, library = m.compressor("wrapper", model, inner, **{**m.SPARSE, "momentum_masking": False})
+    one = m.stepper(model, inner, compression, library, graph=False)
+    for step in range(4):
+        one(step)
+    inner.beta_1 = 0.0
+    gradients = m.own_gradients(model, *map(tf.constant, m.batch(4, hvd.rank())))
+    one(4)
+    checked = 0
+    for entry, gradient in zip(compression.state_dict()["parameters"].values(), gradients, strict=True):
+        if "v" in entry:  # those that are sent dense hold the mean of all ranks
+            np.testing.assert_allclose(entry["u"], np.asarray(gradient).ravel(), rtol=1e-4, atol=1e-6)
+            checked += 1
+    assert checked
+    compression.close()
+
+
+@case
 def what_it_does_not_take():
     """momentum=0 and clipping in the optimizer leave the moment where it is."""
     for make, options in (

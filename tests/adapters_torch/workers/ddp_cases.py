@@ -264,6 +264,18 @@ def frozen_layers():
 
 
 @case
+def a_layer_unfrozen_after_wrapping_is_refused():
+    module = make_model()
+    module[0].requires_grad_(False)
+    model, optimizer, state = hooked(module)
+    train(model, optimizer, 1)
+    module[0].requires_grad_(True)
+    match = "wrap the module in a new DistributedDataParallel and register a new compressor after adding or unfreezing"
+    on_every_rank(dgc.LayoutError, match, lambda: train(model, optimizer, 1))
+    state.compression.close()
+
+
+@case
 def unused_parameters():
     def by_one_rank(model, optimizer):
         for step in range(20):

@@ -288,10 +288,18 @@ def a_step_of_the_users_own_keeps_the_moment_and_says_so():
     assert not any(compression.engine.adoption.hyper.momentum)
 
 
+class Lion(torch.optim.Optimizer):
+    """Moves entries by the sign of a running mean."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
+
+
 @case
 def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
     for make, options, told in (
         (torch.optim.AdamW, {}, 1),
+        (Lion, {}, 1),
         (torch.optim.RMSprop, {"sparsity": 0.999}, 1),
         (torch.optim.AdamW, {"steps": 100_000}, 0),
         (torch.optim.AdamW, {"sparsity": 0.95}, 0),
@@ -304,7 +312,8 @@ def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
                 _, compression = wrap(way, model, make(model.parameters(), lr=1e-3), **options)
             said = [str(w.message) for w in seen if "it learns far less" in str(w.message)]
             assert len(said) == (told if hvd.rank() == 0 else 0), (make, options, way)
-            assert all("steps=N" in text for text in said)
+            reason = f"{make.__name__} does not move an entry in proportion to its gradient"
+            assert all(reason in text and "steps=N" in text for text in said)
             if "steps" in options:
                 assert compression.config.sparsity[-1] == 1 - ADAPTIVE_FLOOR
 

@@ -169,7 +169,8 @@ def a_layer_unfrozen_after_wrapping():
     for way, model, optimizer, _ in each_way(sparsity=0.9):
         train(optimizer, model, 1)
         model.frozen.requires_grad_(True)
-        on_every_rank(dgc.LayoutError, "unfreezing", lambda o=optimizer, m=model: train(o, m, 1), way)
+        match = "build a new optimizer and wrap it after adding or unfreezing"
+        on_every_rank(dgc.LayoutError, match, lambda o=optimizer, m=model: train(o, m, 1), way)
 
 
 @case
