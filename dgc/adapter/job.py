@@ -296,16 +296,10 @@ class Horovod(Job):
         if isinstance(op, str):
             return op.lower()
         hvd = self.module(initialized=False)
-        if op == hvd.Average:
-            return "average"
-        if op == hvd.Sum:
-            return "sum"
-        raise ConfigError(f"op is {op!r}; gradient compression supports hvd.Average and hvd.Sum (not Adasum)")
-
-    def refuse_adasum(self, op: object) -> None:
-        """Refuse the op that needs uncompressed gradients."""
-        if op is not None and not isinstance(op, str) and op == self.module(initialized=False).Adasum:
-            raise ConfigError("op=Adasum cannot be combined with gradient compression; use op=hvd.Average")
+        if op in (hvd.Average, hvd.Sum):
+            return "average" if op == hvd.Average else "sum"
+        given = "Adasum" if op == hvd.Adasum else brief(op)
+        raise ConfigError(f"op={given} cannot be combined with gradient compression; use hvd.Average or hvd.Sum")
 
     def reduce_op(self, op: object) -> object:
         """Return Horovod's constant for "average" or "sum"; anything else as it is."""

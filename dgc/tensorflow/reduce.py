@@ -409,7 +409,6 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
     texts = {name: given(name) for name in ("name", "device_dense", "device_sparse")}
     check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
     refuse_grouping(given("num_groups"), given("groups"))
-    HOROVOD.refuse_adasum(op)
     check_passes(given("backward_passes_per_step"))
     predivide = given("gradient_predivide_factor")
     if isinstance(compression, DGCCompressor):

@@ -46,7 +46,6 @@ def DistributedGradientTape(
     check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
-        HOROVOD.refuse_adasum(op)
         compression.use_op(op, gradient_predivide_factor)
         _check_optimizer(compression, process_set)
         options = ReduceOptions(process_set=process_set, sparse_as_dense=sparse_as_dense)

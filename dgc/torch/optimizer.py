@@ -175,7 +175,6 @@ def DistributedOptimizer(
             refuse_grouping(num_groups, groups)
             if isinstance(job, TorchHorovod):
                 HOROVOD.module()
-                HOROVOD.refuse_adasum(op)
             op = compression.use_op(op, gradient_predivide_factor)
             members = compression.process_set(process_set)
         compression.bind(named, optimizer, members)

@@ -10,21 +10,16 @@ from dgc.errors import ConfigError, LayoutError, RemoteError, TransportError
 from dgc.transport.local import local_world, run_ranks
 
 
-def _messages(descriptions, error=ConfigError, **options):
-    """The message each rank raises for its own description; all must be of class ``error``."""
+def message_of(descriptions, error=ConfigError, **options):
+    """The message that all ranks raise, in an error of class ``error``."""
 
     def rank(transport):
         require_agreement(transport, descriptions[transport.rank], "options of the compressor", error, **options)
 
     results = run_ranks(len(descriptions), rank, return_errors=True)
     assert [type(result) for result in results] == [error] * len(descriptions)
-    return [str(result) for result in results]
-
-
-def _one_message(descriptions, **options):
-    messages = _messages(descriptions, **options)
-    assert len(set(messages)) == 1
-    return messages[0]
+    (message,) = {str(result) for result in results}
+    return message
 
 
 EQUAL = {
@@ -63,7 +58,7 @@ def test_agreement_costs_one_small_allgather():
 def test_a_different_value_names_key_values_and_ranks():
     descriptions = [{"momentum": 0.9, "sparsity": 0.999, "seed": 0} for _ in range(4)]
     descriptions[3] = {"momentum": 0.9, "sparsity": 0.99, "seed": 1}
-    message = _one_message(descriptions)
+    message = message_of(descriptions)
     assert message == (
         "options of the compressor differ between ranks: 'sparsity' is 0.999 on ranks 0-2 and 0.99 on rank 3. "
         "Give every rank the same options of the compressor."
@@ -83,73 +78,61 @@ DIFFERENT = {
         'the order differs, number 1 is "b" on rank 0 and "c" on rank 1',
     ),
     "NaN": ([{"m": math.nan}, {"m": 0.0}], "'m' is NaN on rank 0 and 0.0 on rank 1"),
+    "a number and a flag": ([{"m": 1}, {"m": True}], "'m' is 1 on rank 0 and true on rank 1"),
 }
 
 
 @pytest.mark.parametrize(("descriptions", "said"), DIFFERENT.values(), ids=DIFFERENT)
 def test_the_first_difference_is_named(descriptions, said):
-    assert said in _one_message(descriptions)
+    assert said in message_of(descriptions)
 
 
 def test_the_given_error_and_advice_are_used():
-    (message, _) = _messages([{"w": "3x3"}, {"w": "3x4"}], LayoutError, advice="Build the same model everywhere.")
+    message = message_of([{"w": "3x3"}, {"w": "3x4"}], LayoutError, advice="Build the same model everywhere.")
     assert message.endswith('\'w\' is "3x3" on rank 0 and "3x4" on rank 1. Build the same model everywhere.')
 
 
-def test_one_is_not_true_and_not_one_point_zero():
-    _one_message([{"m": 1}, {"m": True}])
-    _one_message([{"m": 1}, {"m": 1.0}])
-
-
 def test_long_values_and_many_values_stay_readable():
-    assert len(_one_message([{"m": "x" * 10_000}, {"m": "y" * 10_000}])) < 700
-    assert "4 more values on other ranks" in _one_message([{"m": rank} for rank in range(12)])
+    assert len(message_of([{"m": "x" * 10_000}, {"m": "y" * 10_000}])) < 700
+    assert "4 more values on other ranks" in message_of([{"m": rank} for rank in range(12)])
 
 
-def _agree(builders):
+def agreed(found):
+    """What each rank gets whose description is built, or raises, so."""
+
     def rank(transport):
-        return agree_or_raise(transport, builders[transport.rank], "options")
+        def build():
+            if isinstance(found[transport.rank], Exception):
+                raise found[transport.rank]
+            return found[transport.rank]
 
-    return run_ranks(len(builders), rank, return_errors=True)
+        return agree_or_raise(transport, build, "options")
 
-
-def _fail(error):
-    def build():
-        raise error
-
-    return build
+    return run_ranks(len(found), rank, return_errors=True)
 
 
-def test_agree_or_raise_returns_the_description():
-    assert _agree([lambda: {"a": 1}, lambda: {"a": 1}]) == [{"a": 1}, {"a": 1}]
+def test_what_was_built_is_returned_and_compared():
+    assert agreed([{"a": 1}, {"a": 1}]) == [{"a": 1}, {"a": 1}]
+    assert [type(result) for result in agreed([{"a": 1}, {"a": 2}])] == [ConfigError, ConfigError]
 
 
-def test_agree_or_raise_compares():
-    results = _agree([lambda: {"a": 1}, lambda: {"a": 2}])
-    assert [type(result) for result in results] == [ConfigError, ConfigError]
-
-
-def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it():
-    own = KeyError("layer3.weight")
-    results = _agree([lambda: {"a": 1}, _fail(own), lambda: {"a": 1}])
+@pytest.mark.parametrize(
+    ("own", "kind", "text"),
+    [
+        (KeyError("layer3.weight"), RemoteError, "rank 1 failed: KeyError: 'layer3.weight'"),
+        (LayoutError("'w' has no gradient"), LayoutError, "rank 1: 'w' has no gradient"),
+    ],
+    ids=["another error", "an error of this package"],
+)
+def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(own, kind, text):
+    results = agreed([{"a": 1}, own, {"a": 1}])
     assert results[1] is own
-    for result in (results[0], results[2]):
-        assert type(result) is RemoteError
-        assert str(result) == "rank 1 failed: KeyError: 'layer3.weight'"
-
-
-def test_an_error_of_this_package_keeps_its_class():
-    own = LayoutError("'w' has no gradient")
-    results = _agree([lambda: {"a": 1}, _fail(own)])
-    assert results[1] is own
-    assert type(results[0]) is LayoutError
-    assert str(results[0]) == "rank 1: 'w' has no gradient"
+    assert [(type(result), str(result)) for result in (results[0], results[2])] == [(kind, text)] * 2
 
 
 def test_every_rank_that_fails_raises_its_own_error():
     errors = [ValueError("same"), ValueError("same"), TypeError("other")]
-    results = _agree([_fail(error) for error in errors])
-    assert all(result is error for result, error in zip(results, errors, strict=True))
+    assert all(result is error for result, error in zip(agreed(errors), errors, strict=True))
     assert not any(hasattr(error, "__notes__") for error in errors)
 
 
@@ -159,8 +142,8 @@ def test_a_broken_transport_does_not_hide_the_error_itself():
 
     (broken,) = local_world(1)
     broken.allgather = cut
-    with pytest.raises(KeyError) as caught:
-        agree_or_raise(broken, _fail(KeyError("x")))
+    with pytest.raises(ZeroDivisionError) as caught:
+        agree_or_raise(broken, lambda: {"a": 1 / 0})
     assert caught.value.__notes__ == ["and this could not be reported to the other ranks: cable cut"]
 
 

@@ -53,13 +53,14 @@ def test_names_are_new_each_time():
 
 def test_ops():
     horovod = FakeHorovod()
-    horovod.hvd.Average, horovod.hvd.Sum = 1, 2  # names are texts already
+    horovod.hvd.Average, horovod.hvd.Sum, horovod.hvd.Adasum = 1, 2, 3  # names are texts already
     assert [horovod.op_name(op) for op in ("Sum", 1, 2)] == ["sum", "average", "sum"]
     assert [horovod.reduce_op(name) for name in ("average", "Sum", 2, None)] == [1, 2, 2, None]
     with pytest.raises(ConfigError, match="op is 'max'"):
         horovod.reduce_op("max")
-    with pytest.raises(ConfigError, match="not Adasum"):
-        horovod.op_name(object())
+    for op, text in ((object(), "op=<object"), (horovod.hvd.Adasum, "op=Adasum")):
+        with pytest.raises(ConfigError, match=f"{text}.* cannot be combined with gradient compression"):
+            horovod.op_name(op)
 
 
 @pytest.mark.parametrize(
