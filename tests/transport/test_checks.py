@@ -76,15 +76,6 @@ def test_ranks_are_folded_from_0_upwards(parts):
     np.testing.assert_array_equal(first[1:], parts[1:])
 
 
-def test_the_order_matters_and_is_that_of_the_ranks():
-    parts = np.array([[1e8], [1.0], [-1e8]], np.float32)
-    out = np.empty(1, np.float32)
-    reduce_in_rank_order(parts, "sum", out)
-    assert out == 0
-    reduce_in_rank_order(parts[[0, 2, 1]], "sum", out)
-    assert out == 1
-
-
 @pytest.mark.parametrize("place", range(3))
 def test_a_maximum_keeps_a_nan_of_any_rank(place):
     parts, out = np.ones((3, 1), np.float32), np.empty(1, np.float32)

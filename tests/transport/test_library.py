@@ -41,7 +41,7 @@ def numbers(rank, n, dtype="float32"):
 
 
 @pytest.mark.parametrize(("beyond", "dtype"), [(0, "float32"), (1, "float32"), (0, "float64"), (1, "float64")])
-def test_small_sums_are_folded_in_rank_order_and_larger_ones_are_horovods(beyond, dtype, monkeypatch):
+def test_small_sums_are_folded_in_rank_order_and_larger_ones_by_the_library(beyond, dtype, monkeypatch):
     n = 100 + beyond
     monkeypatch.setattr(library, "SMALL_BYTES", RANKS * 100 * np.dtype(dtype).itemsize)
 
@@ -73,7 +73,7 @@ def test_a_large_maximum_is_gathered_in_pieces_and_keeps_a_nan(monkeypatch):
         assert (gathered, sums) == ([40, 40, 20], [])
 
 
-def test_nobody_is_asked_about_nothing_and_by_one_rank_alone():
+def test_empty_arrays_and_single_ranks_need_no_collective():
     def act(transport):
         for n in (0, 5) if transport.size == 1 else (0,):
             array = numbers(0, n)
