@@ -41,13 +41,6 @@ def missing(text):
     return lacks
 
 
-def test_the_search_finds_what_is_missing():
-    assert missing("from dgc.core.exchange.clipping import a\nfrom dgc.errors import DGCError, NoSuch\nimport os") == [
-        "dgc.core.exchange.clipping",
-        "dgc.errors.NoSuch",
-    ]
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=str)
 def test_what_a_script_imports_is_there(path):
     assert missing((REPOSITORY / path).read_text()) == []
