@@ -268,6 +268,14 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     psutil.wait_procs(alive, timeout=60)
 
 
+def runs(pid: int) -> bool:
+    """Whether a process lives; one that has ended and waits for its parent does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def read_reports(path: Path) -> list[Any]:
     """What one rank has reported, as far as it came."""
     if not path.exists():

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch_tools import runs
 
 import dgc
 from dgc import build_horovod
@@ -198,14 +199,6 @@ def test_a_failed_command_shows_signs_of_life_and_the_end_of_its_log(tmp_path, c
     assert re.search(r"0m\d\ds  \[ 42%\] Building x\.cc\.o", capsys.readouterr().err)
 
 
-def lives(process_id):
-    """Whether a process lives; one that has ended and waits for its parent does not."""
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_until(condition):
     end = time.monotonic() + 300
     while not condition():
@@ -227,7 +220,7 @@ build_horovod.run_logged("A test", [sys.executable, "-c", {middle!r}], pathlib.P
     wait_until(lambda: log.exists() and log.read_text().strip())
     builder.terminate()
     builder.wait(300)
-    wait_until(lambda: not lives(int(log.read_text().split()[0])))
+    wait_until(lambda: not runs(int(log.read_text().split()[0])))
 
 
 def dgc_command(*arguments, **options):

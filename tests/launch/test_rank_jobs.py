@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from launch_tools import TESTS, LaunchError
+from launch_tools import TESTS, LaunchError, runs
 from rank_jobs import SIZES, Ranks, each_case
 
 pytestmark = pytest.mark.mpi
@@ -126,7 +126,7 @@ def test_a_case_that_goes_wrong_is_reported_and_the_next_one_finds_new_ranks(own
         own(worker, 2, timeout=4 if "hangs" in name else None).check(name)
     after = values(own, worker, "passes")
     assert not {pid for (pid,) in before} & {pid for (pid,) in after}
-    assert not any(psutil.pid_exists(pid) for (pid,) in before)
+    assert not any(runs(pid) for (pid,) in before)
 
 
 def test_good_cases_share_their_ranks_which_stand_still_in_between(own, worker):
