@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from dgc.adapter.checks import warn_of_first_moment
 from dgc.core.compressors import leaves_zeros
-from dgc.core.config import DGCConfig, running_mean
+from dgc.core.config import NO_MEMORY, DGCConfig, running_mean
 from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
 from dgc.tensorflow.tensors import Variable, raw_variable
@@ -237,6 +237,7 @@ class FirstMoment:
         """Put a variable in the place of the optimizer's beta_1, which holds the same."""
         self._optimizer, self._nesterov = optimizer, nesterov
         self.is_taken, self.beta1 = False, float(optimizer.beta_1)
+        self._former = self.beta1
         with tf.init_scope():
             self._variable = tf.Variable(self.beta1, trainable=False, dtype=tf.float32, name="dgc_beta_1")
         self.earlier_steps: int | None = None
@@ -257,14 +258,17 @@ class FirstMoment:
         """The optimizer's ``get_config()`` with the user's beta_1."""
         return {**config, "beta_1": self.beta1} if config.get("beta_1") is self._variable else config
 
-    def begin(self, hyper: Hyper, steps: int, *, selects: bool) -> None:
+    def begin(self, hyper: Hyper, steps: int, scale: Callable[[float], None], *, selects: bool) -> None:
         """Set the options of all variables for a step.
 
-        ``steps`` is the number that the compressor has made; ``selects`` says whether this one selects entries.
+        ``steps`` is the number that the compressor has made; ``scale`` multiplies u; ``selects`` says whether this step
+        selects entries.
         """
-        self.is_taken, count = selects, len(hyper.momentum)
-        t = 1 + steps + (self.earlier_steps or 0)
-        momentum, gain = running_mean(self.beta1, t) if self.is_taken else (0.0, 1.0)
+        made, count = steps + (self.earlier_steps or 0), len(hyper.momentum)
+        if self.is_taken and made and self.beta1 != self._former:
+            scale((1.0 - self._former**made) / (1.0 - self.beta1**made))  # Adam's correction goes by the new beta_1
+        self.is_taken, self._former = selects, self.beta1
+        momentum, gain = running_mean(self.beta1, 1 + made) if self.is_taken else (0.0, 1.0)
         hyper.momentum[:], hyper.gain[:] = [momentum] * count, [gain] * count
         hyper.nesterov[:] = [self._nesterov] * count
 
@@ -393,14 +397,15 @@ class Adoption:
         self.cover(len(self.hyper.momentum))
         self._keep_config()
 
-    def undo(self) -> None:
-        """Give the optimizer back what was taken from it, for a construction that failed."""
+    def give_back(self) -> None:
+        """Give the optimizer back what was taken from it, and take nothing more."""
         if self.moment is not None:
             self.moment.give_back()
         if self.taken:
             restore_momentum(self.optimizer, self.momentum)
         if self.moment is not None or self.taken:
             vars(self.optimizer).pop("get_config", None)
+        self.active, self.taken, self.moment = False, False, None
 
     def follow(self, optimizer: Optimizer | None) -> None:
         """Take the momentum of Horovod's copy of the optimizer, which is the one that steps."""
@@ -414,6 +419,8 @@ class Adoption:
         """Set ``hyper`` for ``count`` variables."""
         config = self._config
         momentum = self.momentum if self.active else config.momentum or 0.0
+        if self.taken and not momentum and family(self.optimizer) == LEGACY:
+            momentum = NO_MEMORY  # its slots take the last update in, which a later momentum goes on from
         nesterov = config.nesterov if config.nesterov is not None else self.nesterov
         decay = config.weight_decay or 0.0
         self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [decay] * count, [1.0] * count)

@@ -129,7 +129,13 @@ class DGCCompressor(HorovodCompressor):
     def _give_back(self) -> None:
         adoption, self.adoption = self.adoption, None
         if adoption is not None:
-            adoption.undo()
+            adoption.give_back()
+
+    def close(self) -> None:
+        """End the communication threads, and give the optimizer its momentum back for dense training."""
+        super().close()
+        if self.adoption is not None:
+            self.adoption.give_back()
 
 
 class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCompressor]):

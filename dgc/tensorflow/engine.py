@@ -198,11 +198,15 @@ class Group:
             )
         self._runs += 1
 
+    def scale_momentum(self, factor: float) -> None:
+        """Multiply u by ``factor``."""
+        for bucket in self.exchange.state.buckets:
+            bucket.u *= bucket.u.dtype.type(factor)
+
     def follow(self, learning_rate: float) -> None:
         """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""
         if self.rate is not None and learning_rate not in (0.0, self.rate):
-            for bucket in self.exchange.state.buckets:
-                bucket.u *= bucket.u.dtype.type(self.rate / learning_rate)
+            self.scale_momentum(self.rate / learning_rate)
         if learning_rate or self.rate is None:
             self.rate = learning_rate
 
@@ -286,6 +290,7 @@ class Engine(EngineBase):
         Returns the variables' indices, and the gradients: sparse ones of variables that are sent dense have become
         tensors where the caller ``converts`` them.
         """
+        self.require_open("gradient() or apply_gradients()")
         indices, gradients = self.indices(variables), list(gradients)
         kinds, sparsified = [NONE] * len(self.variables), self.layout.sparsified()
         for i, (index, gradient) in enumerate(zip(indices, gradients, strict=True)):
@@ -341,7 +346,7 @@ class Engine(EngineBase):
             return
         first, steps = group.exchange.selects_from, group.exchange.state.step
         selects = first is not None and steps >= first and self.layout.sparse_numel > 0
-        moment.begin(self.adoption.hyper, steps, selects=selects)
+        moment.begin(self.adoption.hyper, steps, group.scale_momentum, selects=selects)
         if steps == first:
             moment.absorb([self.variables[i] for i in group.indices], steps, group.absorb)
 
@@ -370,6 +375,7 @@ class Engine(EngineBase):
         parameters: Sequence[np.ndarray],
     ) -> tuple[list[np.ndarray], int]:
         """Exchange one step of these variables: see :meth:`dgc.tensorflow.engine.Group.run`."""
+        self.require_open("gradient() or apply_gradients()")
         self.take_momentum()  # a graph is not traced anew when the user assigns another one
         if self._left_at:
             self._warn_of_loss()

@@ -8,6 +8,7 @@ required here, for all together. The first ``decompress`` crosses to the core wi
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import SHUT_DOWN, Horovod, check_placeholder
 from dgc.core.checks import no_compressor
 from dgc.core.collectives import Transport
-from dgc.errors import ConfigError, TransportError
+from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.adoption import KERAS3, Adoption, family
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.tensors import Step, Variable, cross, raw_variable, still_there
@@ -140,6 +141,30 @@ def gather_slices(slices: tf.IndexedSlices, name: str, process_set: ProcessSet, 
     if not is_sum:
         values = values / tf.cast(process_set.size(), values.dtype)
     return tf.IndexedSlices(tf.cast(values, kind), indices, slices.dense_shape)
+
+
+def broadcast_in_order(variables: Sequence[tf.Variable], root_rank: int, process_set: ProcessSet | None) -> None:
+    """Overwrite variables with those of one rank. Collective.
+
+    They are sent by place: Keras numbers its optimizers, so names differ where one rank has made more of them.
+    """
+    hvd = import_horovod()
+    process_set = process_set or hvd.global_process_set
+    text = repr([(tuple(v.shape), v.dtype.name) for v in variables])
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    own = tf.constant([[len(variables), digest]], tf.int64)
+    seen = np.asarray(hvd.allgather(own, name="dgc.broadcast", process_set=process_set))
+    if (seen != seen[0]).any():
+        raise LayoutError(
+            f"the model's and the optimizer's variables differ between ranks: {seen[:, 0].tolist()} of them, or other "
+            "shapes or types; build the same model and optimizer on every rank, and load a saved one on all or on none"
+        )
+    for place, variable in enumerate(variables):
+        value = tf.convert_to_tensor(variable)
+        kind = tf.float32 if value.dtype == tf.bfloat16 else value.dtype  # Horovod knows no bfloat16 there
+        name = f"dgc.broadcast.{place}"
+        sent = hvd.broadcast(tf.cast(value, kind), root_rank, name=name, process_set=process_set)
+        variable.assign(tf.cast(sent, value.dtype))
 
 
 _PROBED = 16

@@ -10,13 +10,14 @@ import copy
 import warnings
 
 import numpy as np
+import tensorflow as tf
 
 from dgc.core.message import Flags
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import optimizer_variables
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import ENDED, Engine, Group
-from dgc.tensorflow.horovod import import_horovod
+from dgc.tensorflow.horovod import ProcessSet, broadcast_in_order
 from dgc.tensorflow.tensors import raw_variable
 
 
@@ -104,23 +105,23 @@ def _obstacle(engine: Engine) -> bool:
     return group is None or callable(group.exchange.loss_scale) or engine.between.inside is not None
 
 
-def _take_over(engine: Engine, group: Group, members: object, root: int) -> None:
+def _take_over(engine: Engine, group: Group, members: ProcessSet, root: int) -> None:
     """Overwrite what all ranks share with that of one rank."""
-    exchange = group.exchange
+    exchange, before = group.exchange, group.rate
     momentum = exchange.state.shared_momentum(exchange.schedule.begin)
-    shared = [*engine.variables, *map(raw_variable, optimizer_variables(engine.adoption.optimizer))]
-    own = [np.asarray(v) for v in shared], momentum, group.rate
-    values, momentum, rate = import_horovod().broadcast_object(own, root, name="dgc.join", process_set=members)
-    for variable, value in zip(shared, values, strict=True):
-        variable.assign(value)
-    if rate is not None and rate != group.rate:
+    rate = tf.Variable(np.nan if before is None else before, dtype=tf.float64)
+    buffers = {i: tf.Variable(u) for i, u in momentum.items()}
+    optimizers = map(raw_variable, optimizer_variables(engine.adoption.optimizer))
+    broadcast_in_order([*engine.variables, *optimizers, *buffers.values(), rate], root, members)
+    now = float(rate.numpy())
+    if before is not None and now != before:
         warnings.warn(
-            f"the learning rate went from {group.rate:g} to {rate:g} after this rank had joined, whose momentum was "
+            f"the learning rate went from {before:g} to {now:g} after this rank had joined, whose momentum was "
             "sent at the former one: change it between join() and the next step",
             RuntimeWarning,
             stacklevel=3,
         )
-        group.follow(rate)
-    for i, u in momentum.items():
-        exchange.state.set_momentum_buffer(i, u)
+        group.follow(now)
+    for i, u in buffers.items():
+        exchange.state.set_momentum_buffer(i, u.numpy())
     engine.remember()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import Optimizer, optimizer_variables
-from dgc.tensorflow.horovod import ProcessSet, import_horovod, is_alone
+from dgc.tensorflow.horovod import broadcast_in_order, import_horovod, is_alone
 from dgc.tensorflow.join import end_together
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
 from dgc.tensorflow.reduce import distributed_in
@@ -116,13 +115,13 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             build(self.model.trainable_variables)
         # The model's and the optimizer's lists overlap in no fixed way; the same variable must not be sent twice.
         of_model = _by_identity(self.model.variables)
-        _broadcast_in_order(list(of_model.values()), self._root_rank, None)
+        broadcast_in_order(list(of_model.values()), self._root_rank, None)
         members = _process_set_of(optimizer)
         if members is None or members.included():
             # Outside the process set an optimizer keeps its momentum, and its slots.
             root = self._root_rank if members is None or self._root_rank in members.ranks else min(members.ranks)
             others = _by_identity(optimizer_variables(optimizer))
-            _broadcast_in_order([v for k, v in others.items() if k not in of_model], root, members)
+            broadcast_in_order([v for k, v in others.items() if k not in of_model], root, members)
         self.broadcast_done = True
         engine = _engine_of(optimizer)
         if engine is not None:
@@ -170,27 +169,6 @@ def _process_set_of(optimizer: Optimizer) -> Any:
         return None
     chosen = ours.compression.process_set(ours.process_set)
     return None if chosen is import_horovod().global_process_set else chosen
-
-
-def _broadcast_in_order(variables: list[Any], root_rank: int, process_set: ProcessSet | None) -> None:
-    """Broadcast by place: Keras numbers its optimizers, so names differ when one rank has made more of them."""
-    hvd = import_horovod()
-    process_set = process_set or hvd.global_process_set
-    text = repr([(tuple(v.shape), v.dtype.name) for v in variables])
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    own = tf.constant([[len(variables), digest]], tf.int64)
-    seen = np.asarray(hvd.allgather(own, name="dgc.broadcast", process_set=process_set))
-    if (seen != seen[0]).any():
-        raise LayoutError(
-            f"the model's and the optimizer's variables differ between ranks: {seen[:, 0].tolist()} of them, or other "
-            "shapes or types; build the same model and optimizer on every rank, and load a saved one on all or on none"
-        )
-    for place, variable in enumerate(variables):
-        value = tf.convert_to_tensor(variable)
-        kind = tf.float32 if value.dtype == tf.bfloat16 else value.dtype  # Horovod knows no bfloat16 there
-        name = f"dgc.broadcast.{place}"
-        sent = hvd.broadcast(tf.cast(value, kind), root_rank, name=name, process_set=process_set)
-        variable.assign(tf.cast(sent, value.dtype))
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):

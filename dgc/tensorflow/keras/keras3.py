@@ -11,7 +11,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.utils import tracking
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Optimizer, is_sgd, make_slots
@@ -44,10 +43,6 @@ def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any
     for i, variable in enumerate(found):
         variable.assign(store[str(i)])
     return True
-
-
-def loaded_with_the_wrapper(store: Mapping[str, Any]) -> None:
-    """In place of the user's optimizer's ``load_own_variables``: the wrapper has loaded its variables already."""
 
 
 def _slots(inner: Optimizer) -> list[Any]:
@@ -132,14 +127,16 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
         self._dgc_settings = settings
-        # An instance's method: a class of its own would be saved with the model, and loaded without us.
-        self.inner_optimizer.load_own_variables = loaded_with_the_wrapper
         self._prepare()
         self._complete = True
 
     def _prepare(self) -> None:
         """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
         self._dgc_settings.adopt(self.inner_optimizer)
+
+    def __dir__(self) -> list[str]:
+        # Keras saves and loads the variables of all that it finds here; the user's optimizer's are among ours.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     @property
     def iterations(self) -> Any:
@@ -190,7 +187,6 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self._hold(settings)
 
-    @tracking.no_automatic_dependency_tracking
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the user's optimizer's variables."""
         if self.built:
@@ -297,10 +293,11 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             )
         self._hold(settings)
 
-    @tracking.no_automatic_dependency_tracking
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the user's optimizer's variables, and those of the loss scale."""
         self._prepare()
+        # Keras builds it where attributes are not tracked, so that a variable which is one would not be saved (Nadam).
+        self.inner_optimizer.build(variables)
         super().build(variables)
 
     @tf.autograph.experimental.do_not_convert

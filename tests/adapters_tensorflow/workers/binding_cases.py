@@ -175,6 +175,44 @@ def closing_gives_the_memory_back():
     m.assert_raises(compression.state_dict, "was closed", "before close()", kinds=(LayoutError,))
 
 
+def go_on_dense(model, inner):
+    step = m.stepper(model, inner, None, hvd, graph=False)
+    for i in range(5):
+        step(i)
+    return m.values(model)
+
+
+@case
+def an_optimizer_whose_compressor_was_closed_trains_dense_with_its_momentum():
+    for in_fit in (False, True):
+        model, inner = m.make_model(), keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True)
+        compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
+        if in_fit:
+            m.fit(m.compiled(inner, model, compression=compression, run_eagerly=True), 2)
+        else:
+            m.stepper(model, inner, compression, graph=False)(0)
+        other = m.make_model()
+        other.set_weights(model.get_weights())
+        compression.close()
+        assert inner.get_config()["momentum"] == inner.momentum == 0.9
+        wanted = go_on_dense(other, keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True))
+        if in_fit and m.LEGACY:  # it is the distributed one itself
+            continue
+        for a, b in zip(go_on_dense(model, inner), wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+        m.assert_raises(lambda: m.tape_step(model, compression), "exchanged twice" if in_fit else "after close()")  # noqa: B023
+
+
+@case("keras3")
+def an_adam_whose_compressor_was_closed_has_its_beta_1():
+    model, inner = m.make_model(), keras.optimizers.Adam(0.01)
+    compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
+    m.stepper(model, inner, compression, graph=False)(0)
+    assert float(inner.beta_1) == 0.0, "the compressor has the moment"
+    compression.close()
+    assert inner.beta_1 == 0.9
+
+
 @case
 def a_graph_that_outlives_its_model_says_so():
     held = {}

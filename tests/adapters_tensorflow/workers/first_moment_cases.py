@@ -117,6 +117,46 @@ def a_resumed_run_goes_on_bit_for_bit():
         resumed.close()
 
 
+def betas_of(changes, steps=9):
+    """beta_1 of each step, where it changes at the given ones."""
+    return [[beta for first, beta in changes if first <= step][-1] for step in range(steps)]
+
+
+@case
+def u_is_the_moment_of_adam_whatever_is_assigned_to_beta_1():
+    """Also where beta_1 is 0 for some steps: Adam's moment is the last gradient then."""
+    for changes in ([(0, 0.9), (3, 0.0), (6, 0.9)], [(0, 0.9), (2, 0.5), (5, 0.95)]):
+        variable, inner = tf.Variable(tf.zeros([40, 30])), keras.optimizers.Adam(0.01)
+        options = {**m.SPARSE, "sparsity": 0.5, "momentum_masking": False}
+        compression = dgc.Compression.dgc(optimizer=inner, **options)
+        moment = np.zeros([40, 30])
+        for step, beta in enumerate(betas_of(changes)):
+            gradient = np.random.default_rng([step, hvd.rank()]).standard_normal([40, 30]).astype("f")
+            if inner.get_config()["beta_1"] != beta:
+                inner.beta_1 = beta
+            (mean,) = m.reduced(lambda: tf.reduce_sum(variable * gradient), [variable], compression)  # noqa: B023
+            inner.apply_gradients([(mean, variable)])
+            moment = beta * moment + (1 - beta) * gradient
+            (entry,) = compression.state_dict()["parameters"].values()
+            wanted = moment.ravel() / (1 - beta ** (step + 1))
+            np.testing.assert_allclose(entry["u"], wanted, rtol=1e-4, atol=1e-6, err_msg=f"{changes} {step}")
+        compression.close()
+
+
+@case
+def a_loaded_model_goes_on_bit_for_bit_before_the_selection():
+    for name, make in KIN.items():
+        compression = dgc.Compression.dgc(rampup_begin_step=50)
+        model = m.compiled(make(0.003), compression=compression, run_eagerly=True)
+        m.fit(model, 2)
+        loaded = m.reloaded(model)
+        loaded.run_eagerly = True
+        for each in (model, loaded):
+            m.fit(each, 3, first=2)
+        for a, b in zip(m.values(loaded), m.values(model), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
 @case
 def a_beta_1_of_0_leaves_nothing_of_the_moments_before():
     model, inner = m.make_model(), keras.optimizers.Adam(0.003)

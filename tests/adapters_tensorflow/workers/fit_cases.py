@@ -9,6 +9,7 @@ from worker_tools import case, run_cases
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 from dgc.core.state_file import load_state
+from dgc.tensorflow.adoption import optimizer_variables
 
 keras = m.keras
 ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
@@ -87,6 +88,21 @@ def only_one_rank_loads_the_model():
     m.assert_replicas(m.values(again))
     for a, b in zip(m.values(model), m.values(again), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@case
+def replicas_are_identical_when_one_rank_alone_loads_a_model_with_decay():
+    folder = m.shared_folder()
+    inner = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    model = m.compiled(inner, compression=dgc.Compression.dgc(**m.SPARSE), run_eagerly=True)
+    m.fit(model, 4)
+    m.save(model, folder / "model.keras")
+    inner = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    fresh = m.compiled(inner, m.make_model(7), compression=dgc.Compression.dgc(**m.SPARSE), run_eagerly=True)
+    again = keras.models.load_model(folder / "model.keras") if hvd.rank() == 0 else fresh
+    again.run_eagerly = True
+    m.fit(again, 4, first=4, callbacks=[ROOT(0)])
+    m.assert_replicas([*m.values(again), *map(np.asarray, m.raw(optimizer_variables(again.optimizer)))])
 
 
 @case

@@ -323,6 +323,22 @@ def momentum_0_is_followed():
 
 
 @case
+def momentum_0_and_back_is_followed():
+    """Keras 3 keeps its velocity meanwhile, legacy Keras goes on from the last update."""
+    found = []
+    for options in (None, m.SPARSITY_0):
+        model, inner = m.make_model(), keras.optimizers.SGD(0.05, momentum=0.9)
+        compression, library = m.compressor("wrapper" if options else "dense", model, inner, **(options or {}))
+        step = m.stepper(model, inner, compression, library, graph=False)
+        for number in range(9):
+            if number in (3, 6):
+                inner.momentum = 0.0 if number == 3 else 0.9
+            step(number)
+        found.append(m.values(model))
+    m.assert_close(found[1], found[0], 1e-5)
+
+
+@case
 def nesterov_is_followed():
     def leave(optimizer):
         optimizer.nesterov = False

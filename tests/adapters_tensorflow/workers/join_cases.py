@@ -114,6 +114,18 @@ def a_changed_learning_rate_is_a_warning():
 
 
 @case
+def nothing_of_another_rank_is_unpickled():
+    model, _, compression, _ = tape_run(1, m.SPARSE)
+    whole, hvd.broadcast_object = hvd.broadcast_object, None
+    try:
+        dgc.join(compression)
+    finally:
+        hvd.broadcast_object = whole
+    assert not m.replicas_differ(m.values(model))
+    compression.close()
+
+
+@case
 def mistakes_are_errors_on_every_rank():
     m.assert_raises(lambda: dgc.join(None), "train one batch")
     m.assert_raises(lambda: dgc.join(dgc.Compression.dgc(momentum=0.0)), "train one batch")

@@ -199,6 +199,38 @@ def a_model_that_lacks_options_loads_and_asks_for_them_before_it_is_trained():
         m.assert_raises(lambda c=again: dgck.DistributedOptimizer(c.optimizer), "is distributed already")
 
 
+class Refuses(keras.constraints.Constraint):
+    """Raises in the first update, behind the exchange."""
+
+    def __init__(self):
+        self.called = False
+
+    def __call__(self, weight):
+        if not self.called:
+            self.called = True
+            raise ValueError("this update is refused")
+        return weight
+
+
+@case
+def an_exception_in_the_update_leaves_momentum_and_beta_1_as_they_were():
+    """They are the compressor's between two updates as well, so that none has to be put back."""
+    for inner, name in (
+        (keras.optimizers.SGD(0.05, momentum=0.9), "momentum"),
+        (keras.optimizers.Adam(0.01), "beta_1"),
+    ):
+        model = keras.Sequential([keras.layers.Dense(3, kernel_constraint=Refuses())])
+        model.build((None, 20))
+        compression = dgc.Compression.dgc(**m.SPARSE)
+        m.compiled(inner, model, compression=compression, run_eagerly=True)
+        m.assert_raises(lambda: m.fit(model, 1), "this update is refused")  # noqa: B023
+        config = model.optimizer.get_config()
+        assert (config["inner"] if m.LEGACY else config["inner_optimizer"]["config"])[name] == 0.9
+        m.fit(model, 2, first=1)
+        assert compression.stats.steps == 3
+        m.assert_replicas(m.values(model))
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
