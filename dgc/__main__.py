@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_parser("doctor", help=doctor.SUMMARY, description=f"{doctor.SUMMARY.capitalize()}.")
     )
     summary = "compile all kernels into the cache, for the image of a container or before a first start"
-    commands.add_parser("compile", help=summary, description=f"{summary.capitalize()}.").set_defaults(run=compile_all)
+    commands.add_parser("compile", help=summary, description=f"{summary.capitalize()}.").set_defaults(run=compile_now)
     bench = commands.add_parser("bench", help="say what a step's exchange costs in this job, and which option to set")
     bench.add_argument("--parameters", type=int, default=25_000_000, help="of the model (default: %(default)s)")
     bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model, instead of --parameters")
@@ -53,7 +53,7 @@ def measure_job(arguments: argparse.Namespace) -> int:
     return bench.run(arguments, _connect)
 
 
-def compile_all(arguments: argparse.Namespace) -> int:
+def compile_now(arguments: argparse.Namespace) -> int:
     """Compile all kernels, and write where they are."""
     from dgc.adapter.warm_up import compile_all
 

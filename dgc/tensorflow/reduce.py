@@ -195,7 +195,7 @@ class Reducer:
         parameters: Sequence[Variable] = (),
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Add up and, with the ``indices`` of the variables, exchange the gradients in some places."""
-        step = _step_of(self.compression, self._sums, indices)
+        step = _built_step_of(self.compression, self._sums, indices)
         results, verdict = cross(step, [tf.convert_to_tensor(gradients[i]) for i in places], rate, parameters)
         return _replaced(gradients, places, results), verdict
 
@@ -253,7 +253,7 @@ def _replaced(gradients: Sequence[Gradient], places: Sequence[int], results: Seq
     return replaced
 
 
-def _step_of(compression: DGCCompressor | None, sums: Sums, indices: Sequence[int] | None) -> Step:
+def _built_step_of(compression: DGCCompressor | None, sums: Sums, indices: Sequence[int] | None) -> Step:
     """The function that a graph calls in each step.
 
     TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor

@@ -249,7 +249,7 @@ class Adoption:
             return
         for _, ours in self._groups(optimizer):
             for p, _ in ours:
-                if p in optimizer.state and is_empty(optimizer.state[p]):
+                if p in optimizer.state and is_empty_entry(optimizer.state[p]):
                     del optimizer.state[p]
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class Adoption:
 
     def _read_moments(self, optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], Members]]) -> None:
         hyper = self.hyper
-        shards = is_sharded(optimizer)
+        shards = shards_updates(optimizer)
         nesterov = bool(self._config.nesterov) or issubclass(updating_class(optimizer), torch.optim.NAdam)
         for group, ours in groups:
             beta1, takes = float(group["betas"][0]), self._has_moment(ours)
@@ -373,7 +373,7 @@ def has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
     return any(module.partition(".")[0] not in _KNOWN_STEPS for module in modules)
 
 
-def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+def shards_updates(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether each rank updates a share of the parameters (``ZeroRedundancyOptimizer``)."""
     return updating_class(optimizer) is not type(optimizer)
 
@@ -384,6 +384,6 @@ def updating_class(optimizer: torch.optim.Optimizer | None) -> type:
     return sharded if isinstance(sharded, type) else type(optimizer)
 
 
-def is_empty(entry: object) -> bool:
+def is_empty_entry(entry: object) -> bool:
     """Return whether an entry of an optimizer's state holds nothing."""
     return isinstance(entry, dict) and all(value is None for value in entry.values())

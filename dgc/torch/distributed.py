@@ -152,7 +152,7 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
     split = any(is_sharded(p) and cast("DTensor", p).device_mesh.size() > 1 for _, p in trained)
     if outside and split:
         raise ConfigError(
-            f"{', '.join(_shown(name, p) for name, p in outside)}: no fully_shard() holds these "
+            f"{', '.join(_shown_parameter(name, p) for name, p in outside)}: no fully_shard() holds these "
             "parameters, and the ranks of a node would train them apart, each on its own gradient: apply fully_shard() "
             "to the whole model, last, or freeze them"
         )
@@ -187,7 +187,7 @@ def ddp_over(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel
     return [ddp for ddp in list(_ddps) if not ids.isdisjoint(map(id, ddp.parameters()))]
 
 
-def _shown(name: str, p: torch.Tensor) -> str:
+def _shown_parameter(name: str, p: torch.Tensor) -> str:
     return f"a parameter of shape {tuple(p.shape)}" if name.startswith(UNNAMED) else repr(name)
 
 

@@ -145,13 +145,13 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
     return (_hooked_update if fused.elementwise else type(optimizer).step)(optimizer, *arguments)
 
 
-def _update(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+def _update_fused(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     closure = _evaluated(closure)
     with torch.no_grad():
         return vars(optimizer)["_dgc_fused"].update(optimizer, closure)
 
 
-_hooked_update = Optimizer.profile_hook_step(_update)
+_hooked_update = Optimizer.profile_hook_step(_update_fused)
 
 
 def _evaluated(closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
@@ -277,17 +277,17 @@ class _Flat:
         self.members = list(members)
         self.ids = {id(p) for p in members}
         self._offsets = _offsets(members)
-        self._places = _places(members)
+        self._places_in_storage = _places_in_storage(members)
         # Holds the storage: as long as it lives no other allocation can take a member's address.
         self.weight = torch.nn.Parameter(_alias(members[0].detach(), 0, torch.empty(self._offsets[-1], device="meta")))
         self.weight.grad = torch.empty_like(self.weight)
         self._gradients = self._parts(self.weight.grad)
-        self._gradient_places = _places(self._gradients)
+        self._gradient_places = _places_in_storage(self._gradients)
         self.state: dict[str, Any] = {}
         self._held: dict[str, _Held] = {}
 
     def is_in_place(self) -> bool:
-        return _places(self.members) == self._places
+        return _places_in_storage(self.members) == self._places_in_storage
 
     def split(self) -> list[_Flat]:
         """Itself, or the parts on both sides of parameters without gradients: most often unused ones, which stay so."""
@@ -322,7 +322,7 @@ class _Flat:
         if not moved:
             return True
         # Horovod calls p.grad.set_(...), which moves the very tensor that was handed out.
-        if _places(self._gradients) != self._gradient_places:
+        if _places_in_storage(self._gradients) != self._gradient_places:
             self._gradients = self._parts(flat)
         targets = [self._gradients[i] for i in moved]
         torch._foreach_copy_(targets, [grads[i] for i in moved])
@@ -433,7 +433,7 @@ def _moved(members: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
     return movable
 
 
-def _places(tensors: Iterable[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+def _places_in_storage(tensors: Iterable[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
     return [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
 
 

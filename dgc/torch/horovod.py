@@ -64,7 +64,7 @@ class TorchHorovod(Horovod):
     def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
         self.module()
         try:
-            return _gather(torch.from_numpy(message), name, self.members).numpy()
+            return _gather_tensor(torch.from_numpy(message), name, self.members).numpy()
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"Horovod could not gather {message.size} bytes ({name}): {error}") from error
 
@@ -113,7 +113,7 @@ class TorchHorovod(Horovod):
 HOROVOD = TorchHorovod()
 
 
-def _gather(tensor: torch.Tensor, name: str, process_set: object) -> torch.Tensor:
+def _gather_tensor(tensor: torch.Tensor, name: str, process_set: object) -> torch.Tensor:
     """Return the members' tensors joined along their first dimension, as hvd.allgather does, in a tensor of ours."""
     from horovod.torch import mpi_ops
 
@@ -187,7 +187,7 @@ class HorovodTransport(LibraryTransport):
     def _gather(self, message: np.ndarray) -> np.ndarray:
         # torch warns about memory it may not write, though nothing writes here.
         tensor = torch.from_numpy(message if message.flags.writeable else message.copy())
-        return self._run(lambda name: _gather(tensor, name, self._members), f"allgather.{message.size}").numpy()
+        return self._run(lambda name: _gather_tensor(tensor, name, self._members), f"allgather.{message.size}").numpy()
 
     def _sum(self, array: np.ndarray) -> None:
         tensor = torch.from_numpy(array)
@@ -313,16 +313,16 @@ def is_running() -> bool:
 
 def broadcasting() -> bool:
     """Return whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    return any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in _frames(_FAR))
+    return any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in _calling_frames(_FAR))
 
 
 def stepping_scaler(kind: type) -> Any:
     """Return the ``GradScaler`` of class ``kind`` that steps an optimizer now; None if none does."""
-    stepping = (f for f in _frames(_FAR) if f.f_code.co_name in ("step", "_maybe_opt_step"))
+    stepping = (f for f in _calling_frames(_FAR) if f.f_code.co_name in ("step", "_maybe_opt_step"))
     return next((f.f_locals["self"] for f in stepping if isinstance(f.f_locals.get("self"), kind)), None)
 
 
-def _frames(limit: int) -> list[FrameType]:
+def _calling_frames(limit: int) -> list[FrameType]:
     """List the frames of the callers, at most ``limit`` of them, beginning with the caller's caller."""
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)
@@ -343,5 +343,5 @@ def _is_being_built(found: torch.optim.Optimizer, base: torch.optim.Optimizer) -
 
 
 def _caller(wanted: Callable[[torch.optim.Optimizer], bool]) -> torch.optim.Optimizer | None:
-    candidates = (frame.f_locals.get("self") for frame in _frames(_NEAR + 1))
+    candidates = (frame.f_locals.get("self") for frame in _calling_frames(_NEAR + 1))
     return next((c for c in candidates if isinstance(c, torch.optim.Optimizer) and wanted(c)), None)

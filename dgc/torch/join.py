@@ -59,11 +59,11 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
     _require_able(engine, optimizer, divide_by)
     engine.joins = _DIVISORS[divide_by]
     try:
-        last = _follow_until_all_joined(engine, optimizer)
+        last = _step_until_all_joined(engine, optimizer)
     finally:
         engine.joins = 0
     job: Any = compression.job()
-    _take_over(engine, optimizer, job, last)
+    _take_over_from_root(engine, optimizer, job, last)
     return job.ranks()[last]
 
 
@@ -80,7 +80,7 @@ def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
         engine.fail(ConfigError("join() cannot step a sharded optimizer: give every rank the same number of steps"))
 
 
-def _follow_until_all_joined(engine: Engine, optimizer: Any) -> int:
+def _step_until_all_joined(engine: Engine, optimizer: Any) -> int:
     """Returns the rank, within the exchange, that joined last."""
     ranks, before = engine.transport.size, set(engine.exchange.joined)
     while True:
@@ -106,7 +106,7 @@ def _clear(engine: Engine) -> None:
     engine.results_cleared()
 
 
-def _take_over(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:
+def _take_over_from_root(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:
     """Overwrite what all ranks share with that of one rank, unless it is equal."""
     exchange, transport = engine.exchange, engine.transport
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -130,7 +130,7 @@ def _take_over(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None
     came = broadcast_packed(job, own[0], root, device)
     if transport.rank == root:
         return
-    loaded = unpacked(came, lambda storage, place: _moved(storage, place, device))
+    loaded = unpacked(came, lambda storage, place: _moved_storage(storage, place, device))
     set_option_values(optimizer, loaded["options"])
     with torch.no_grad():
         for p, values, entries in zip(parameters, loaded["parameters"], loaded["state"], strict=True):
@@ -141,6 +141,6 @@ def _take_over(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None
         exchange.state.set_momentum_buffer(i, u.numpy())
 
 
-def _moved(storage: torch.UntypedStorage, place: str, device: torch.device) -> torch.UntypedStorage:
+def _moved_storage(storage: torch.UntypedStorage, place: str, device: torch.device) -> torch.UntypedStorage:
     """Move what was on another rank's device, which may not exist here, to this rank's; the rest stays on the host."""
     return storage if place == "cpu" else storage.to(device=device)

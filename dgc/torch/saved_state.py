@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dgc.core.collectives import Transport
-from dgc.torch.adoption import Adoption, is_empty
+from dgc.torch.adoption import Adoption, is_empty_entry
 from dgc.torch.horovod import broadcasting, is_running
 from dgc.torch.tensors import is_sharded, samples
 from dgc.torch.untraced import weakly
@@ -158,7 +158,7 @@ class SavedState:
             return None  # torch will say what is wrong with it
         groups = [dict(group) for group in saved.get("param_groups", ())]
         self.mark = take_mark([*groups, dict(saved)])
-        state = {key: entry for key, entry in saved["state"].items() if not is_empty(entry)}
+        state = {key: entry for key, entry in saved["state"].items() if not is_empty_entry(entry)}
         return {**saved, "state": state, "param_groups": groups}
 
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:

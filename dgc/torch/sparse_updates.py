@@ -80,7 +80,7 @@ class SparseUpdates:
             for i, places, values in total.tensors():
                 runs.setdefault(id(groups[id(members[i])]), []).append((members[i], places, values))
             for run in runs.values():
-                _update(run, groups[id(run[0][0])])
+                _update_entries(run, groups[id(run[0][0])])
         self.applied = bool(deferred)
 
     def _refusal(self, optimizer: torch.optim.Optimizer | None) -> str | None:
@@ -169,7 +169,7 @@ def _class_of(optimizer: torch.optim.Optimizer) -> type:
     return sharded
 
 
-def _update(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:
+def _update_entries(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:
     """Update (parameter, places, values) of one group."""
     flats, parts, results = [], [], []
     for p, places, values in run:

@@ -151,7 +151,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "optimizer_class": self.optimizer_class.__name__,
                 "parameters_as_bucket_view": bool(parameters_as_bucket_view),
                 **{name: f"{tuple(p.shape)} {p.dtype}" for name, p in zip(self._names(), self._all(), strict=True)},
-                **{f"option {key}": _plain(value) for key, value in defaults.items()},
+                **{f"option {key}": _comparable(value) for key, value in defaults.items()},
                 **self._options(),
             }
 
@@ -446,7 +446,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _options(self) -> dict[str, Any]:
         """What all ranks must have in common of the groups' options, by name."""
         return {
-            f"group {g} option {key}": _plain(value)
+            f"group {g} option {key}": _comparable(value)
             for g, group in enumerate(self.param_groups)
             for key, value in group.items()
             if key not in _NO_OPTIONS
@@ -568,14 +568,14 @@ def _require_shardable(groups: Iterable[Group]) -> None:
             )
 
 
-def _plain(value: object) -> object:
+def _comparable(value: object) -> object:
     """A value that JSON knows and that is the same on two ranks if the option is; of objects only their type is."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, Tensor):
         return value.detach().tolist()
     if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
+        return [_comparable(v) for v in value]
     return f"<{type(value).__name__}>"
 
 

@@ -307,8 +307,8 @@ class MPITransport(Divisible):
             f"rank {self._name} {does} in an exchange of gradients: it has waited {waited:.0f} s for a rank that is "
             "stopped, cut off from the network, in fewer steps (hvd.join), or busy (an evaluation, a "
             "checkpoint). "
-            f"{LIMIT_VARIABLE} is the longest wait in seconds ({_shown(self._limit)}; 0: for ever), {WARN_VARIABLE} "
-            f"that before a warning ({_shown(self._warn)})"
+            f"{LIMIT_VARIABLE} is the longest wait in seconds ({_in_seconds(self._limit)}; 0: for ever), {WARN_VARIABLE} "
+            f"that before a warning ({_in_seconds(self._warn)})"
         )
         if waited > self._limit:
             self._gave_up = True
@@ -360,7 +360,7 @@ def longest_wait(variable: str, default: float) -> float:
     return float("inf") if off or not seconds else seconds
 
 
-def _shown(seconds: float) -> str:
+def _in_seconds(seconds: float) -> str:
     return "never" if seconds == float("inf") else f"now {seconds:g}"
 
 
