@@ -367,8 +367,6 @@ def shares_are_consolidated_without_pickle():
     zero.step()
     with unpickling_is_an_error():
         zero.consolidate_state_dict()
-    next(iter(zero.optim.state.values()))["history"] = object()
-    raises((ConfigError, RemoteError), "the state of Adam holds a object", zero.consolidate_state_dict)
 
 
 @case
@@ -400,10 +398,8 @@ def ranks_that_name_another_target_get_an_error():
     raises(ConfigError, "the same rank everywhere", lambda: zero.consolidate_state_dict(to=RANK))
     if RANK == 0:
         set_gradients(own, 0)
-    unpicklable = next(p for g in zero.optim.param_groups for p in g["params"])
-    if RANK == 0:
-        zero.optim.state[unpicklable]["bad"] = lambda: 0
-    raises(RemoteError if RANK else Exception, "pickle", zero.consolidate_state_dict)
+        zero.optim.state[next(p for g in zero.optim.param_groups for p in g["params"])]["history"] = object()
+    raises(ConfigError, "the state of Adam holds a object", zero.consolidate_state_dict)
 
 
 @case
