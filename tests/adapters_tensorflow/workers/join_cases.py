@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from unittest.mock import patch
 
 import horovod.tensorflow as hvd
 import models as m
@@ -74,6 +75,15 @@ def replicas_are_identical_at_sparsity_099():
         dgc.join(compression)
         assert compression.state_dict()["step"] == 3 * batches(gap, MOST)
         compression.close()
+
+
+@case
+def the_last_ranks_variables_come_without_pickle():
+    model, inner, compression, _ = tape_run(5, m.SPARSE)
+    with patch("cloudpickle.load", side_effect=AssertionError("a pickle was read")):
+        dgc.join(compression)
+    assert not m.replicas_differ([*m.values(model), *map(np.asarray, variables_of(inner))])
+    compression.close()
 
 
 @case
