@@ -231,16 +231,23 @@ class Adoption:
         return moves
 
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-        """Return by parameter the ``exp_avg`` that Adam would have, from this rank's u: :meth:`absorb` inverted."""
+        """Return, by parameter, the ``exp_avg`` that :meth:`absorb` would turn into this rank's u.
+
+        A dense run may go on from it. An entry that was sent seldom or never has a small mean of squares, by which
+        that run divides: its first step could move the entry by any distance. So ``exp_avg`` is limited, see
+        :func:`_largest_mean`.
+        """
         saved: dict[torch.Tensor, torch.Tensor] = {}
         for group, ours in self._groups(optimizer) if self._averages else ():
             for p, i in ours if self._has_moment(ours) else ():
                 state = optimizer.state.get(p, {})
                 if "exp_avg" in state:
                     saved[p] = moment = torch.empty_like(state["exp_avg"])
-                    beta1, whole = float(group["betas"][0]), self._exchange.state.whole_momentum(i)
+                    (beta1, beta2), whole = map(float, group["betas"]), self._exchange.state.whole_momentum(i)
                     values = whole * (1.0 - beta1 ** _steps_of(state))
                     local(moment).copy_(torch.from_numpy(values).view(local(moment).shape))
+                    if (limit := _largest_mean(state, beta1, beta2)) is not None:
+                        local(moment).clamp_(-limit, limit)
         return saved
 
     def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
@@ -340,6 +347,19 @@ class Adoption:
                 hyper.weight_decay[i] = decay
         if any(group.get(option) for option in self.options):
             self._adopted.update(i for _, i in ours)
+
+
+def _largest_mean(state: Mapping[str, Any], beta1: float, beta2: float) -> torch.Tensor | None:
+    """Return the largest running mean of gradients that fits the mean of their squares; None if there is no limit.
+
+    By Cauchy's and Schwarz's inequality for Adam, by that of Hölder for Adamax.
+    """
+    if "exp_avg_sq" in state and beta1**2 < beta2:
+        ratio = (1.0 - beta1) / ((1.0 - beta2) * (1.0 - beta1**2 / beta2)) ** 0.5
+        return local(state["exp_avg_sq"]).sqrt() * ratio
+    if "exp_inf" in state and beta1 < beta2:
+        return local(state["exp_inf"]) * ((1.0 - beta1) / (1.0 - beta1 / beta2))
+    return None
 
 
 def _steps_of(state: Mapping[str, Any]) -> int:
