@@ -168,10 +168,15 @@ class Adoption:
                     own[option] = group[option]
                     group[option] = self._without_first(group[option])
 
+    @property
+    def hides(self) -> bool:
+        """Whether the groups hold 0 now."""
+        return bool(self._hidden)
+
     @contextlib.contextmanager
     def shown(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Let the groups hold the user's options inside, if they are hidden now."""
-        hidden = bool(self._hidden)
+        hidden = self.hides
         self.show()
         try:
             yield

@@ -110,7 +110,8 @@ class Engine(EngineBase):
         self._agree_on_tensors(build)
         self._by_size = sorted(range(len(self.parameters)), key=lambda i: self.parameters[i].numel())
         self.excluded = {i for i, n in enumerate(self.names) if any(fnmatchcase(n, p) for p in config.exclude)}
-        self.updates = SparseUpdates(self.parameters, config.sparse_updates, self.layout.sparse_numel > 0)
+        sparse = self.layout.sparse_numel
+        self.updates = SparseUpdates(self.parameters, config.sparse_updates, sparse, self.layout.numel - sparse)
         self.front_end = FrontEnd(self)
 
     def follow(self, front_end: FrontEnd) -> None:

@@ -123,7 +123,7 @@ class FrontEnd:
         if optimizer is not self.owner:
             self.saved.follow(optimizer)
             self._owner = weakref.ref(optimizer)
-            _show_options_after_errors(optimizer)
+            _end_step_after_errors(optimizer)
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer is the owner."""
@@ -148,7 +148,7 @@ class FrontEnd:
             self._refuse_stranger(optimizer)
             return closure
         self._stepping = True
-        if self._updating:  # step() of a class of the user's, or of Horovod's, calls super().step()
+        if self._updating and closure is None:  # a class of the user's, or of Horovod's, calls super().step()
             self.begin_update(optimizer)
             return closure
         if self.saved.pending.broadcast and not self.begun and broadcasting():
@@ -212,11 +212,14 @@ class FrontEnd:
         engine.updates.apply(optimizer)
 
 
-def _show_options_after_errors(optimizer: torch.optim.Optimizer) -> None:
-    """Show the user's options again if ``step()`` raises, where torch calls no hook: wrap it, as schedulers do."""
+def _end_step_after_errors(optimizer: torch.optim.Optimizer) -> None:
+    """End a ``step()`` that raises as :meth:`FrontEnd.after_step` does, for which torch calls no hook.
+
+    Schedulers wrap ``step()`` in the same way.
+    """
     step, living = optimizer.step, weakref.ref(optimizer)
     function = getattr(step, "__func__", lambda _, *args, **kwargs: step(*args, **kwargs))
-    if hasattr(step, "shows_options"):
+    if hasattr(step, "ends_after_errors"):
         return
 
     @untraced
@@ -227,10 +230,10 @@ def _show_options_after_errors(optimizer: torch.optim.Optimizer) -> None:
         except BaseException:
             for each in list(_front_ends):
                 if this is each.owner:
-                    each.engine.adoption.show()
+                    each.after_step(this)
             raise
 
-    vars(stepping).update(vars(getattr(step, "__func__", step)), shows_options=True)
+    vars(stepping).update(vars(getattr(step, "__func__", step)), ends_after_errors=True)
     vars(optimizer)["step"] = types.MethodType(stepping, weakref.proxy(optimizer))
 
 

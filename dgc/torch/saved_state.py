@@ -64,7 +64,7 @@ class SavedState:
     def __init__(self, adoption: Adoption, loaded: Callable[[], None]) -> None:
         self._adoption = adoption
         self._when_loaded = loaded
-        self._warned = self._has_stepped = False
+        self._warned = self._has_stepped = self._saved_in_step = False
         self.pending = Change()
         self.mark = ""
 
@@ -130,12 +130,15 @@ class SavedState:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _before_saving(self, optimizer: torch.optim.Optimizer) -> None:
+        self._saved_in_step = self._adoption.hides  # a hook of the script's may save there
         self._adoption.show()
         self._adoption.drop_empty(optimizer)
         if broadcasting():
             self.pending = self.pending._replace(broadcast=True)
 
     def _after_saving(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        if self._saved_in_step:
+            self._adoption.hide(optimizer)
         if broadcasting():
             return
         moments = self._adoption.moments(optimizer)

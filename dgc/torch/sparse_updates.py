@@ -37,11 +37,14 @@ class SparseUpdates:
         obstacle: set by the caller of :meth:`apply`.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: bool = True) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: int = 1, dense: int = 1) -> None:
+        """Take the parameters; ``sparsified`` and ``dense`` are the numbers of elements that are sent in these ways."""
         self._parameters = parameters
         self._unwanted = None if enabled else "sparse_updates=False"
         if enabled and not sparsified:
             self._unwanted = "nothing is sparsified"
+        elif enabled and not dense:
+            self._unwanted = "all tensors are sparsified: no .grad would show whether the script clears it"
         self._ended_in_step = True  # whether step() ended the latest exchange
         self.applied = False
         self._apart: list[int] = []  # addresses of parameters that were found to share no memory

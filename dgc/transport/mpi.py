@@ -307,8 +307,8 @@ class MPITransport(Divisible):
             f"rank {self._name} {does} in an exchange of gradients: it has waited {waited:.0f} s for a rank that is "
             "stopped, cut off from the network, in fewer steps (hvd.join), or busy (an evaluation, a "
             "checkpoint). "
-            f"{LIMIT_VARIABLE} is the longest wait in seconds ({_in_seconds(self._limit)}; 0: for ever), {WARN_VARIABLE} "
-            f"that before a warning ({_in_seconds(self._warn)})"
+            f"{LIMIT_VARIABLE} is the longest wait in seconds ({_in_seconds(self._limit)}; 0: for ever), "
+            f"{WARN_VARIABLE} that before a warning ({_in_seconds(self._warn)})"
         )
         if waited > self._limit:
             self._gave_up = True

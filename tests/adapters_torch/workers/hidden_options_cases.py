@@ -88,10 +88,40 @@ def after_an_exception_in_a_closure_they_are_the_users_own():
 @case
 def training_goes_on_after_an_exception_in_step():
     for run in each_run():
-        fail_in_step(run, run.optimizer.register_step_pre_hook)
-        run.train(range(3, 6))
-        assert run.options() == run.own
-        assert_identical(run.model)
+        for register in (run.optimizer.register_step_pre_hook, run.optimizer.register_step_post_hook):
+            fail_in_step(run, register)
+            run.train(range(3, 6))
+            assert run.options() == run.own
+            assert_identical(run.model)
+
+
+@case
+def a_closure_is_exchanged_after_an_exception_in_step():
+    for run in each_run():
+        for register in (run.optimizer.register_step_pre_hook, run.optimizer.register_step_post_hook):
+            fail_in_step(run, register)
+
+            def closure(run=run):
+                run.optimizer.zero_grad()
+                loss = loss_of(run.model, 3)
+                loss.backward()
+                return loss
+
+            run.optimizer.zero_grad()
+            for _ in range(2):
+                run.optimizer.step(closure)
+            assert_identical(run.model)
+
+
+@case
+def a_state_that_a_hook_saves_in_step_leaves_them_hidden():
+    """Momentum would be applied twice."""
+    for saving, plain in zip(each_run(), each_run(), strict=True):
+        saving.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.state_dict() and None)
+        for run in (saving, plain):
+            run.train(range(2, 5))
+        for a, b in zip(saving.model.parameters(), plain.model.parameters(), strict=True):
+            assert torch.equal(a, b)
 
 
 if __name__ == "__main__":

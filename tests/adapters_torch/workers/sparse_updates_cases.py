@@ -368,6 +368,25 @@ def gradients_in_a_buffer_of_the_script_are_written_there():
 
 
 @case
+def a_model_without_a_dense_tensor_gets_dense_results():
+    """Nothing else would show that the script does not clear its gradients, to which dense training adds."""
+    seen = []
+    for wanted in (True, False):
+        model = make_model(width=128)
+        layer = model.first.weight
+        optimizer = torch.optim.SGD([layer], lr=0.01)
+        optimizer, compression = wrap(
+            "b", torch.nn.ParameterList([layer]), optimizer, sparsity=0.9, sparse_updates=wanted
+        )
+        for step in range(4):
+            loss_of(model, step).backward()
+            optimizer.step()
+        seen.append(layer.detach().clone())
+        compression.close()
+    assert torch.equal(*seen)
+
+
+@case
 def a_backward_pass_after_results_that_were_not_written_is_refused():
     """Where dense training adds to all of them."""
     for way in "ab":
