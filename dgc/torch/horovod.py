@@ -313,7 +313,8 @@ def is_running() -> bool:
 
 def broadcasting() -> bool:
     """Return whether ``hvd.broadcast_optimizer_state`` is among the callers."""
-    return any(frame.f_code.co_name == "broadcast_optimizer_state" for frame in _calling_frames(_FAR))
+    found = (f for f in _calling_frames(_FAR) if f.f_code.co_name == "broadcast_optimizer_state")
+    return any(str(f.f_globals.get("__name__")).startswith("horovod.") for f in found)
 
 
 def stepping_scaler(kind: type) -> Any:

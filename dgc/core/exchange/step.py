@@ -71,16 +71,16 @@ class Submissions(dict[int, Submission]):
             )
         self[parameter] = item
         bucket, _ = self._layout.places[parameter]
-        self.missing[bucket] -= 1
         if item.absent:
             self.absent.add(parameter)
-        if self.missing[bucket] or item.ready is None:
-            return self.missing[bucket] == 0
-        # One event for each stream: it comes after everything that the stream was given before.
-        members = self.of(self._layout.buckets[bucket].segments)
-        streams = {m.ready.stream: m.ready for m in members if m.ready is not None}
-        self.events[bucket] = [ready.record() for ready in streams.values()]
-        return True
+        completes = self.missing[bucket] == 1
+        if completes and item.ready is not None:
+            # One event for each stream: it comes after everything that the stream was given before.
+            members = self.of(self._layout.buckets[bucket].segments)
+            streams = {m.ready.stream: m.ready for m in members if m.ready is not None}
+            self.events[bucket] = [ready.record() for ready in streams.values()]
+        self.missing[bucket] -= 1  # last: the communication thread looks at it without the lock
+        return completes
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from exchange_tools import errors_of, gradient, make_exchange, parameters, run_s
 
 from dgc.core.compressors import make_config
 from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.step import Submission, Submissions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
@@ -81,3 +82,20 @@ def test_a_position_between_tensors_is_a_damaged_message(kernels):
         exchange.close()
 
     run_ranks(2, one_rank)
+
+
+def test_a_bucket_is_complete_once_the_events_of_its_gradients_are_recorded():
+    """The communication thread looks without the lock, and kernels would read gradients before they are made."""
+    layout = make_layout([Parameter(n, (8,), "float32") for n in "ab"], make_config({}))
+    submissions, missing = Submissions(layout), []
+
+    class Ready:
+        stream = 0
+
+        def record(self):
+            missing.append(list(submissions.missing))
+            return "event"
+
+    for i in range(2):
+        submissions.add(i, Submission(np.zeros(8, np.float32), np.zeros(8, np.float32), ready=Ready()))
+    assert (missing, submissions.missing, submissions.events) == ([[1]], [0], {0: ["event"]})
