@@ -1,4 +1,4 @@
-"""Adam and AdamW behind DGC: loss against bytes of the whole run, on three tasks, over Gloo.
+"""Train with DGC and Adam or AdamW on three tasks, over Gloo: the loss, and the bytes of the whole run.
 
     torchrun --nproc-per-node 2 benchmarks/adaptive.py gpt 1200 dense density=0.05,beta2=0.99,from=0.2 --seeds 0 1
 
@@ -13,7 +13,8 @@ densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from``
 that are plain AdamW with float32 gradients before anything is compressed; ``frozen=1`` keeps the second moment as it is
 after them, or after ``from``. ``lr`` is the highest rate of any training.
 
-But for ``steps`` the first moment is moved by hand: the compressor's momentum is beta1, and the optimizer's beta1 is 0.
+Except with ``steps``, the first moment is moved into the compressor by hand: the compressor's momentum is beta1, and
+the optimizer's beta1 is 0.
 The velocity is then 1 / (1 - beta1) times the first moment, so eps is multiplied by that.
 Bytes are those that a rank hands to collectives for gradients, dense steps included; their ratio is to float32.
 """

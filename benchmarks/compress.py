@@ -1,10 +1,10 @@
 """The compress step against the bare update: ``python benchmarks/compress.py [--model resnet50] [--threads 1 2]``.
 
-The bare update, ``u <- m*u + g; v <- v + u`` in one parallel Numba loop over flat arrays and nothing else, is the least
-that any implementation of momentum correction can take: 20 bytes an element. The compress step is all that a rank does
+The bare update is ``u <- m*u + g; v <- v + u`` in one parallel Numba loop over flat arrays. It moves 20 bytes an
+element, and no implementation of momentum correction can take less. The compress step is all that a rank does
 before its message leaves: accumulate, select exactly the k largest, encode with the default codecs, mask. Both run in
 turn within one process, and the figures are medians; only their ratio means something on a machine that is shared.
-``torch.topk`` of the same tensors stands beside them when PyTorch is installed.
+``torch.topk`` of the same tensors is timed, too, if PyTorch is installed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The compress step on a GPU against the bare update: ``python benchmarks/compress_gpu.py [--model resnet50]``.
 
-The bare update, ``u <- m*u + g; v <- v + u`` in one kernel over flat arrays and nothing else, is the least that any
-implementation of momentum correction can take: 20 bytes an element. The compress step is all that a rank does before
+The bare update is ``u <- m*u + g; v <- v + u`` in one kernel over flat arrays. It moves 20 bytes an element, and no
+implementation of momentum correction can take less. The compress step is all that a rank does before
 its message leaves: accumulate, select exactly the k largest, encode with the default codecs, mask, and the message is
 in host memory. Both run in turn; a figure is the median of what the host's clock says from the first launch to the end
-of the last wait. ``torch.topk`` of the same tensors stands beside them when PyTorch finds the device.
+of the last wait. ``torch.topk`` of the same tensors is timed, too, if PyTorch finds the device.
 """
 
 from __future__ import annotations

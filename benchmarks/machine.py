@@ -1,4 +1,4 @@
-"""What a benchmark's figures were taken on."""
+"""Describe the machine on which a benchmark runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def processor() -> str:
-    """The processor's name and the number of its cores that this process may use."""
+    """Return the processor's name and the number of its cores that this process may use."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

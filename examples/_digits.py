@@ -1,4 +1,4 @@
-"""Scikit-learn's scanned digits, and a small CNN, for the examples of DDP's communication hook."""
+"""Data and model of the examples of DDP's communication hook: scikit-learn's scanned digits, and a small CNN."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPOCHS = 20
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """The training set and the test set: (n, 1, 8, 8) images and their labels."""
+    """Return the training set and the test set: (n, 1, 8, 8) images and their labels."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     return TensorDataset(x[:TRAIN_IMAGES], y[:TRAIN_IMAGES]), TensorDataset(x[TRAIN_IMAGES:], y[TRAIN_IMAGES:])

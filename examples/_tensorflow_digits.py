@@ -1,7 +1,7 @@
-"""What the two TensorFlow examples share: the data, the network, the command line and the report.
+"""Code that both TensorFlow examples use: the data, the network, the command line and the report.
 
 The data are 1797 real scans of handwritten digits, 8x8 pixels. The first half trains the network and the second half
-tests it. They are not shuffled before: neighbours tend to be from the same hand, so this is the harder test.
+tests it. They are not shuffled: neighbours tend to be from the same hand, so shuffling would make it easier.
 """
 
 from __future__ import annotations

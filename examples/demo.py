@@ -3,8 +3,8 @@
     .venv/bin/python examples/demo.py                        # one seed, about a minute
     .venv/bin/python examples/demo.py --seeds 1 2 3 --control
 
-Trainings of examples/torch_digits.py under horovodrun: plain Horovod and Deep Gradient Compression (DGC); with
-``--control`` also one that sends as little as DGC but forgets what it does not send. The curves are drawn as a picture.
+Runs examples/torch_digits.py under horovodrun, with plain Horovod and with Deep Gradient Compression (DGC). With
+``--control`` a third training sends as little as DGC and has no residual. The curves are drawn as a picture.
 """
 
 from __future__ import annotations

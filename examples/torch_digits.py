@@ -14,8 +14,8 @@ It is an ordinary Horovod script. This is all that turns DGC on (the optimizer's
     -optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     +optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
 
-The same file runs under ``horovodrun``, ``horovodrun --gloo``, ``mpirun`` and plain ``python``; one process has nobody
-to send gradients to and trains with plain SGD.
+The same file runs under ``horovodrun``, ``horovodrun --gloo``, ``mpirun`` and plain ``python``. One process sends no
+gradients and trains with plain SGD.
 
 The data are 1797 real scans of handwritten digits, 8x8 pixels. The first half trains the network and the second half
 tests it. They are not shuffled before: neighbours tend to be from the same hand, so this is the harder test.
