@@ -312,7 +312,7 @@ def a_step_of_the_users_own_keeps_the_moment_and_says_so():
 class Lion(torch.optim.Optimizer):
     """Moves entries by the sign of a running mean."""
 
-    def __init__(self, parameters, lr):
+    def __init__(self, parameters, lr=1e-3):  # Horovod gives groups, and no options
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
 
 
