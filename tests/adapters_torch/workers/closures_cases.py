@@ -6,7 +6,7 @@ import copy
 import itertools
 
 import torch
-from adapters_torch.torchrun_tools import assert_identical, digest, loss_of, make_model
+from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, digest, loss_of, make_model
 from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, close_later, run_cases
 
@@ -73,6 +73,28 @@ def a_run_resumed_by_closures_goes_on_bit_for_bit():
         straight.train(range(5, 10), by_closure=True)
         assert digest(resumed.module) == digest(straight.module), (front, begin)
         assert_identical(resumed.module)
+
+
+@case
+def an_optimizer_that_calls_its_closure_several_times_equals_ddp():
+    def lbfgs(module):
+        return torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=3)
+
+    dense = DistributedDataParallel(make_model())
+    optimizer = lbfgs(dense.module)
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(dense, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    for front in FRONTS:
+        run = Run(front, lbfgs, **EXACT)
+        assert_close(run.train(range(3), by_closure=True).module, dense.module)
+        assert_identical(run.module)
 
 
 if __name__ == "__main__":
