@@ -129,6 +129,15 @@ def test_a_damaged_state_is_refused_before_anything_is_changed(name):
     run_ranks(2, rank)
 
 
+def test_a_loaded_state_without_thresholds_forgets_those_of_before():
+    """As after a resize: they are each old rank's own."""
+    (_, exchange), _ = train(2, 4, sparsity=0.95)
+    for bucket in exchange.state.buckets:
+        bucket.thresholds[...] = 1.0
+    exchange.state.load(resized([exchange.state.to_dict()] * 2, 0, 2, 0))
+    assert all(np.isnan(bucket.thresholds).all() for bucket in exchange.state.buckets)
+
+
 def test_a_reset_forgets_the_thresholds_too():
     """Those of the run before would select too few entries of residuals that begin at 0 again."""
 
