@@ -303,7 +303,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         # TensorFlow orders what changes the same variable, and nothing else: without this, ranks would exchange their
         # variables in different orders. Horovod's placeholders wait in line as well.
         with tf.control_dependencies([self._turn.assign_add(1)]):
-            results, _ = cross(step, given, self._rate, values)
+            results, _ = cross(step, given, self._rate, values, [m.variable for m in members])
         for member, result in zip(members, results[: len(members)], strict=True):
             member.result = result
 

@@ -171,7 +171,8 @@ class Reducer:
         adoption, places, parameters = engine.adoption, [i for _, i in dense], []
         if any(adoption.hyper.weight_decay):
             parameters = [adoption.decayed(index, variables[i]) for index, i in dense]
-        reduced, verdict = self._crossed(gradients, places, members, adoption.learning_rate(), parameters)
+        own = [variables[i] for i in places]
+        reduced, verdict = self._crossed(gradients, places, members, adoption.learning_rate(), parameters, own)
         if adoption.moment is not None:
             adoption.moment.assign(verdict)
         _results.update({id(r): r for r in reduced if isinstance(r, tf.Tensor)})
@@ -193,10 +194,12 @@ class Reducer:
         indices: Sequence[int] | None = None,
         rate: tf.Tensor | float | None = None,
         parameters: Sequence[Variable] = (),
+        variables: Sequence[Variable] = (),
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Add up and, with the ``indices`` of the variables, exchange the gradients in some places."""
         step = _built_step_of(self.compression, self._sums, indices)
-        results, verdict = cross(step, [tf.convert_to_tensor(gradients[i]) for i in places], rate, parameters)
+        given = [tf.convert_to_tensor(gradients[i]) for i in places]
+        results, verdict = cross(step, given, rate, parameters, variables)
         return _replaced(gradients, places, results), verdict
 
     def _dense(self, gradients: list[Gradient], variables: list[Variable]) -> tuple[list[Gradient], tf.Tensor]:

@@ -176,11 +176,13 @@ def cross(
     gradients: Sequence[tf.Tensor],
     learning_rate: tf.Tensor | float | None,
     parameters: Sequence[Variable] = (),
+    before_changes_of: Sequence[Variable] = (),
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Hand dense gradients to Python and take results back, now or whenever the graph being built runs.
 
-    The ``parameters`` are variables whose values the step needs. Results have the gradients' types and shapes; the
-    verdict is an int32 scalar.
+    The ``parameters`` are variables whose values the step needs. In a graph, what changes the variables
+    ``before_changes_of`` later, such as a decay of weights, waits for the step. Results have the gradients' types and
+    shapes; the verdict is an int32 scalar.
     """
     rate = [] if learning_rate is None else [tf.cast(tf.convert_to_tensor(learning_rate), tf.float32)]
     values = [tf.convert_to_tensor(raw_variable(p)) for p in parameters]
@@ -207,6 +209,9 @@ def cross(
     types = [tf.float64 if g.dtype == tf.float64 else tf.float32 for g in gradients]
     *outputs, verdict = tf.numpy_function(run, inputs, [*types, tf.int32], name="dgc_exchange")
     verdict.set_shape(())
+    with tf.control_dependencies([verdict]):
+        for variable in before_changes_of:
+            raw_variable(variable).read_value()  # TensorFlow lets assignments wait for earlier reads
     return [_like(o, g) for o, g in zip(outputs, gradients, strict=True)], verdict
 
 

@@ -70,6 +70,27 @@ def a_non_finite_gradient_refuses_the_step_everywhere():
 
 
 @case
+def what_changes_variables_later_in_a_graph_waits_for_the_exchange():
+    """A decay of weights depends on no gradient. Ranks that had decayed them already seemed to train other models."""
+    for library in (dgc, hvd):
+        variable, seen = tf.Variable(tf.ones([40, 30])), []
+        compression = dgc.Compression.dgc([variable], momentum=0.0, **m.SPARSE)
+        compression.on_step(lambda _, seen=seen, variable=variable: seen.append(float(variable.numpy()[0, 0])))
+
+        @tf.function
+        def step(x, library=library, variable=variable, compression=compression):
+            for _ in range(20):  # the gradient takes longer than the assignment
+                x = x @ x
+            (gradient,) = m.reduced(lambda: tf.reduce_sum(variable @ x), [variable], compression, library)
+            variable.assign_sub(tf.ones_like(variable))
+            return gradient
+
+        for _ in range(3):
+            step(tf.eye(30))
+        assert seen == [1.0, 0.0, -1.0], seen
+
+
+@case
 def after_an_error_training_goes_on_from_a_reset_or_a_loaded_state():
     def prepare(way, graph):
         model, inner = m.make_model(), m.keras.optimizers.SGD(0.05, momentum=0.9)
