@@ -194,7 +194,8 @@ def an_optimizer_whose_compressor_was_closed_trains_dense_with_its_momentum():
         other = m.make_model()
         other.set_weights(model.get_weights())
         compression.close()
-        assert inner.get_config()["momentum"] == inner.momentum == 0.9
+        config = inner.get_config()
+        assert config.get("inner", config)["momentum"] == inner.momentum == 0.9
         wanted = go_on_dense(other, keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True))
         if in_fit and m.LEGACY:  # it is the distributed one itself
             continue
