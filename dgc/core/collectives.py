@@ -1,4 +1,4 @@
-"""The two collectives that the exchange needs, what a transport must be to offer them, and checks of their arguments.
+"""The collectives that the exchange needs, what a transport must be to offer them, and checks of their arguments.
 
 P = number of ranks, m = message bytes. Every rank must call the same collectives in the same order.
 """
@@ -18,7 +18,10 @@ from dgc.errors import TransportError
 
 @runtime_checkable
 class Collectives(Protocol):
-    """The members that an object given as ``transport=`` must have; see :class:`Transport`."""
+    """The members that an object given as ``transport=`` must have; see :class:`Transport`.
+
+    It may have ``alltoall`` as well.
+    """
 
     rank: int
     size: int
@@ -69,6 +72,21 @@ class Transport(abc.ABC):
         Raises:
             TransportError: the collective failed.
         """
+
+    def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
+        """Send row r of the message, (P, c) uint8, to rank r, blocking; row s of ``out``, (P, c), comes from rank s.
+
+        A transport may lack it: the exchange gathers then. c is the same everywhere, P * c below 2 GiB.
+
+        Raises:
+            TransportError: the collective failed.
+        """
+        raise TransportError(f"the {self.name!r} transport has no alltoall")
+
+    @property
+    def has_alltoall(self) -> bool:
+        """Whether :meth:`alltoall` can be called; the same on every rank."""
+        return type(self).alltoall is not Transport.alltoall
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -123,6 +141,15 @@ class _Wrapped(Transport):
         self.given.allreduce(array, op)
 
     @override
+    def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
+        self.given.alltoall(message, out)  # type: ignore[attr-defined]
+
+    @property
+    @override
+    def has_alltoall(self) -> bool:
+        return hasattr(self.given, "alltoall")
+
+    @override
     def close(self) -> None:
         self.given.close()
 
@@ -154,6 +181,18 @@ def check_allgather(message: np.ndarray, out: np.ndarray, size: int) -> None:
             f"allgather of {message.size} bytes over {size} ranks writes a contiguous uint8 array of shape "
             f"({size}, {message.size}), got {_describe(out)}"
         )
+
+
+def check_alltoall(message: np.ndarray, out: np.ndarray, size: int) -> None:
+    """Require two contiguous (P, c) uint8 arrays for ``size`` ranks, ``out`` writeable."""
+    fits = all(a.dtype == np.uint8 and a.ndim == 2 and len(a) == size and a.flags.c_contiguous for a in (message, out))
+    if not fits or message.shape != out.shape or not out.flags.writeable:
+        raise TransportError(
+            f"alltoall over {size} ranks takes two contiguous uint8 arrays of shape ({size}, c), the second one "
+            f"writeable, got {_describe(message)} and {_describe(out)}"
+        )
+    if message.nbytes > BYTE_LIMIT:
+        raise TransportError(f"a message must stay below 2 GiB, got {message.nbytes} bytes: use smaller buckets")
 
 
 def check_allreduce(array: np.ndarray, op: str) -> None:

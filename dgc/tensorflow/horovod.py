@@ -98,6 +98,10 @@ class HorovodTransport(LibraryTransport):
     def _gather(self, message: np.ndarray) -> np.ndarray:
         return self._job.gather_bytes(message, f"{self._prefix}.allgather.{message.size}")
 
+    def _deal(self, message: np.ndarray) -> np.ndarray:
+        name = f"{self._prefix}.alltoall.{message.size}"
+        return _collective(f"deal {message.size} bytes", self._hvd.alltoall, message, name, self._process_set)
+
     def _sum(self, array: np.ndarray) -> None:
         name = f"{self._prefix}.allreduce.{array.dtype.name}.{array.size}"
         members, op = self._process_set, self._hvd.Sum

@@ -125,6 +125,19 @@ def _gather_tensor(tensor: torch.Tensor, name: str, process_set: object) -> torc
         del holders
 
 
+def _deal_tensor(tensor: torch.Tensor, ranks: int, name: str, process_set: object) -> torch.Tensor:
+    """Return what hvd.alltoall does, in a tensor of ours."""
+    from horovod.torch import mpi_ops
+
+    dealt, given = tensor.new(), torch.empty(0, dtype=torch.int32)
+    received = torch.empty(ranks, dtype=torch.int32)
+    holders = [hold(each) for each in (tensor, dealt, given, received)]
+    try:
+        return mpi_ops.synchronize(mpi_ops._alltoall_async(tensor, given, dealt, received, name, process_set))[0]
+    finally:
+        del holders
+
+
 def hold(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose gradient is ``tensor``; keep it for as long as Horovod may hold ``tensor``.
 
@@ -188,6 +201,11 @@ class HorovodTransport(LibraryTransport):
         # torch warns about memory it may not write, though nothing writes here.
         tensor = torch.from_numpy(message if message.flags.writeable else message.copy())
         return self._run(lambda name: _gather_tensor(tensor, name, self._members), f"allgather.{message.size}").numpy()
+
+    def _deal(self, message: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(message)
+        kind = f"alltoall.{message.size}"
+        return self._run(lambda name: _deal_tensor(tensor, self.size, name, self._members), kind).numpy()
 
     def _sum(self, array: np.ndarray) -> None:
         tensor = torch.from_numpy(array)

@@ -13,7 +13,14 @@ from collections.abc import Callable
 import numpy as np
 from typing_extensions import override
 
-from dgc.core.collectives import Divisible, Transport, check_allgather, check_allreduce, gather_rows
+from dgc.core.collectives import (
+    Divisible,
+    Transport,
+    check_allgather,
+    check_allreduce,
+    check_alltoall,
+    gather_rows,
+)
 from dgc.errors import ConfigError, TransportError
 
 logger = logging.getLogger("dgc")
@@ -96,27 +103,42 @@ class HierarchicalTransport(Transport):
         if self._across is None:
             across.close()
         self._first = first
-        self._buffers: dict[int, np.ndarray] = {}
+        self._buffers: dict[tuple[int, int], np.ndarray] = {}
 
     @override
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
         """Copy every node's message into ``out``; an error on all ranks if the ranks of a node have different ones."""
         check_allgather(message, out, self.size)
-        size = message.size
-        if size not in self._buffers:
-            self._buffers[size] = np.zeros((self.size + 1, _HEAD + size), np.uint8)
-        own, gathered = self._buffers[size][0], self._buffers[size][1:]
+        self._exchange(message[None], out, _gather)
+
+    @override
+    def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
+        """Deal every node's message, as :meth:`allgather` gathers them."""
+        check_alltoall(message, out, self.size)
+        self._exchange(message, out, _deal)
+
+    @property
+    @override
+    def has_alltoall(self) -> bool:
+        return self._whole.has_alltoall
+
+    def _exchange(self, message: np.ndarray, out: np.ndarray, collective: _Collective) -> None:
+        """Have the leader send the message, of (n, m) parts, and write what came to all ranks of the node."""
+        parts, size = message.shape
+        if (parts, size) not in self._buffers:
+            self._buffers[parts, size] = np.zeros((parts + self.size, _HEAD + size), np.uint8)
+        own, came = np.split(self._buffers[parts, size], [parts])
         different = self._first_that_differs(message)
-        own[:_HEAD].view(np.int64)[:] = different, size
-        own[_HEAD:] = message
-        self._by_leader(lambda across: _gather(across, own, gathered))
+        own[:, :_HEAD].view(np.int64)[:] = different, size
+        own[:, _HEAD:] = message
+        self._by_leader(lambda across: collective(across, own, came))
         if different:  # its buffer may have another size
             raise _unlike(different - 1, self.rank)
-        self.inside.broadcast(gathered)
-        for node, word in enumerate(gathered[:, :8].copy().view(np.int64)[:, 0].tolist()):
+        self.inside.broadcast(came)
+        for node, word in enumerate(came[:, :8].copy().view(np.int64)[:, 0].tolist()):
             if word:
                 raise _unlike(word - 1, node)
-        np.copyto(out, gathered[:, _HEAD:])
+        np.copyto(out, came[:, _HEAD:])
 
     @override
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
@@ -171,12 +193,26 @@ class HierarchicalTransport(Transport):
         return 1 + self._first + int(others[0]) if others.size else 0
 
 
+_Collective = Callable[[Transport, np.ndarray, np.ndarray], None]
+
+
 def _gather(across: Transport, own: np.ndarray, gathered: np.ndarray) -> None:
     """Gather the leaders' messages, which must have one size."""
     gathered[:, :_HEAD] = 0
-    across.allgather(own, gathered)
-    sizes = gathered[:, 8:_HEAD].copy().view(np.int64)[:, 0]
-    if (sizes != own.size - _HEAD).any():
+    across.allgather(own[0], gathered)
+    _require_size(gathered)
+
+
+def _deal(across: Transport, own: np.ndarray, dealt: np.ndarray) -> None:
+    """Deal the leaders' messages, which must have one size."""
+    dealt[:, :_HEAD] = 0
+    across.alltoall(own, dealt)
+    _require_size(dealt)
+
+
+def _require_size(came: np.ndarray) -> None:
+    sizes = came[:, 8:_HEAD].copy().view(np.int64)[:, 0]
+    if (sizes != came.shape[1] - _HEAD).any():
         raise TransportError(
             "the nodes have messages of different sizes: they are in different steps, or do different things at the "
             "same time; every step, reset() and load must come on all ranks, in the same order"

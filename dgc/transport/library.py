@@ -1,6 +1,6 @@
 """What the transports over a library's collectives share: Horovod's, and those of ``torch.distributed``.
 
-Such a transport needs the framework's tensors, so it lies in the framework's adapter, and adds three methods to this.
+Such a transport needs the framework's tensors, so it lies in the framework's adapter, and adds four methods to this.
 P = number of ranks, m = message bytes, n = elements.
 """
 
@@ -12,7 +12,14 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from dgc.core.collectives import SMALL_BYTES, Transport, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.core.collectives import (
+    SMALL_BYTES,
+    Transport,
+    check_allgather,
+    check_allreduce,
+    check_alltoall,
+    reduce_in_rank_order,
+)
 from dgc.errors import TransportError
 
 GATHER_BYTES = 4 * 1024 * 1024  # a maximum of a large array gathers pieces of about this total
@@ -39,6 +46,10 @@ class LibraryTransport(Transport):
     @abc.abstractmethod
     def _gather(self, message: np.ndarray) -> np.ndarray:
         """Join the members' uint8 messages in rank order, as a uint8 array."""
+
+    @abc.abstractmethod
+    def _deal(self, message: np.ndarray) -> np.ndarray:
+        """Send part r of a uint8 message, (P * c,), to rank r; join the parts that come, in rank order."""
 
     @abc.abstractmethod
     def _sum(self, array: np.ndarray) -> None:
@@ -76,6 +87,19 @@ class LibraryTransport(Transport):
                 self._gather_and_fold(array[start : start + step], op)
         else:
             self._sum(array)
+
+    @override
+    def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
+        self._require_open()
+        check_alltoall(message, out, self.size)
+        if message.size == 0:
+            return
+        dealt = self._deal(message.reshape(-1))
+        if dealt.size != out.size:
+            raise TransportError(
+                f"the ranks dealt messages of different sizes: {dealt.size} bytes came, expected {out.size}"
+            )
+        np.copyto(out, dealt.reshape(out.shape))
 
     @override
     def close(self) -> None:

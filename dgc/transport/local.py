@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from dgc.core.collectives import Divisible, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.core.collectives import Divisible, check_allgather, check_allreduce, check_alltoall, reduce_in_rank_order
 from dgc.errors import TransportError
 
 DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others before all ranks fail
@@ -141,6 +141,17 @@ class LocalTransport(Divisible):
                 np.copyto(target, result)
 
         self._world.meet(self.rank, f"allreduce {op} of {array.size} {array.dtype.name}", array, work)
+
+    @override
+    def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
+        check_alltoall(message, out, self.size)
+
+        def work(calls: list[tuple[np.ndarray, np.ndarray]]) -> None:
+            for receiver, (_, target) in enumerate(calls):
+                for sender, (source, _) in enumerate(calls):
+                    np.copyto(target[sender], source[receiver])
+
+        self._world.meet(self.rank, f"alltoall of {message.nbytes} bytes", (message, out), work)
 
     @override
     def broadcast(self, array: np.ndarray) -> None:

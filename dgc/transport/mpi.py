@@ -36,6 +36,7 @@ from dgc.core.collectives import (
     Divisible,
     check_allgather,
     check_allreduce,
+    check_alltoall,
     gather_values,
     reduce_in_rank_order,
 )
@@ -190,6 +191,16 @@ class MPITransport(Divisible):
             step = max(CHUNK_BYTES, CHUNK_BYTES_PER_RANK * self.size) // array.itemsize
             for start in range(0, array.size, step):
                 self._reduce_chunk(array[start : start + step], op)
+
+    @override
+    def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
+        self._require_open()
+        check_alltoall(message, out, self.size)
+        byte = self._mpi.BYTE
+        with _as_transport_error(f"alltoall of {message.nbytes} bytes"):
+            if out.nbytes > SMALL_BYTES:
+                self._wait_for_everybody(message.nbytes)
+            self._wait(partial(self._comm.Ialltoall, [message, byte], [out, byte]), out.nbytes)
 
     @override
     def broadcast(self, array: np.ndarray) -> None:

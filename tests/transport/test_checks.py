@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dgc.core.collectives import BYTE_LIMIT, check_allgather, check_allreduce, reduce_in_rank_order
+from dgc.core.collectives import BYTE_LIMIT, check_allgather, check_allreduce, check_alltoall, reduce_in_rank_order
 from dgc.errors import TransportError
 
 
@@ -35,6 +35,22 @@ def test_an_allgather_that_does_not_fit_says_what_it_takes(message, out, text):
 
 
 @pytest.mark.parametrize(
+    ("message", "out"),
+    [
+        (np.zeros((2, 4), np.int8), np.zeros((2, 4), np.uint8)),
+        (np.zeros(8, np.uint8), np.zeros(8, np.uint8)),
+        (np.zeros((3, 4), np.uint8), np.zeros((3, 4), np.uint8)),
+        (np.zeros((2, 4), np.uint8), np.zeros((2, 5), np.uint8)),
+        (np.zeros((4, 2), np.uint8).T, np.zeros((2, 4), np.uint8)),
+        (np.zeros((2, 4), np.uint8), read_only(np.zeros((2, 4), np.uint8))),
+    ],
+)
+def test_an_alltoall_that_does_not_fit_says_what_it_takes(message, out):
+    with pytest.raises(TransportError, match=r"two contiguous uint8 arrays of shape \(2, c\)"):
+        check_alltoall(message, out, 2)
+
+
+@pytest.mark.parametrize(
     ("array", "op", "text"),
     [
         (np.zeros(2), "min", "allreduce knows .'max', 'sum'., got op='min'"),
@@ -55,6 +71,8 @@ def test_the_last_size_below_the_limit():
     with pytest.raises(TransportError, match="below 2 GiB, got 2147483648 bytes: use smaller buckets"):
         check_allgather(array, np.empty((1, 0), np.uint8), 1)
     check_allgather(array[:-1], array[None, :-1], 1)
+    with pytest.raises(TransportError, match="below 2 GiB, got 2147483648 bytes: use smaller buckets"):
+        check_alltoall(array[None], array[None], 1)
     with pytest.raises(TransportError, match="below 2 GiB, got 2147483648 bytes: use smaller buckets"):
         check_allreduce(array.view(np.float32), "sum")
     check_allreduce(array.view(np.float32)[:-1], "sum")

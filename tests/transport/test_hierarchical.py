@@ -27,6 +27,26 @@ def test_one_message_of_each_node_comes_to_every_rank():
     assert run_ranks(5, rank) == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 3), (1, 2, 1, 3), (1, 2, 2, 3)]
 
 
+def test_each_node_deals_one_message():
+    def rank(transport):
+        over = HierarchicalTransport(transport, [0, 0, 2, 2, 2])
+        assert over.has_alltoall
+        out = np.zeros((2, 7), np.uint8)
+        over.alltoall(np.repeat(np.array([[1], [2]], np.uint8) + 10 * over.rank, 7, axis=1), out)
+        assert (out[:, 0] == [over.rank + 1, over.rank + 11]).all()
+
+    run_ranks(5, rank)
+
+
+def test_another_message_to_deal_within_a_node_is_an_error_of_every_rank():
+    def rank(transport):
+        over = HierarchicalTransport(transport, [0, 0, 2, 2])
+        with pytest.raises(TransportError, match=r"rank 3 has another message than the first rank of its node"):
+            over.alltoall(np.full((2, 5), transport.rank == 3, np.uint8), np.zeros((2, 5), np.uint8))
+
+    run_ranks(4, rank)
+
+
 def test_a_sum_counts_each_node_once_and_a_maximum_every_rank():
     def rank(transport):
         over = HierarchicalTransport(transport, [0, 0, 2])

@@ -24,6 +24,11 @@ class OverThreads(LibraryTransport):
         self.gathered.append(message.size)
         return out.reshape(-1)
 
+    def _deal(self, message):
+        out = np.empty((self.size, message.size // self.size), np.uint8)
+        self.local.alltoall(message.reshape(self.size, -1), out)
+        return out.reshape(-1)
+
     def _sum(self, array):
         self.sums.append(array.size)
         self.local.allreduce(array)
@@ -90,7 +95,13 @@ def test_messages_of_different_sizes_are_an_error():
         def _gather(self, message):
             return super()._gather(message)[:-1]
 
+        def _deal(self, message):
+            return super()._deal(message)[:-1]
+
     def act(transport):
+        rows = np.zeros((RANKS, 4), np.uint8)
+        with pytest.raises(TransportError, match="messages of different sizes: 11 bytes came, expected 12"):
+            Cut(transport).alltoall(rows, rows.copy())
         with pytest.raises(TransportError, match="messages of different sizes: 11 bytes in all, expected 12"):
             Cut(transport).allgather(np.zeros(4, np.uint8), np.zeros((RANKS, 4), np.uint8))
 

@@ -30,6 +30,18 @@ def test_allgather_puts_rank_r_in_row_r(size, length):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_alltoall_sends_row_r_to_rank_r(size):
+    def rank(transport):
+        message, out = np.empty((size, 9), np.uint8), np.zeros((size, 9), np.uint8)
+        message[...] = np.arange(size)[:, None] + 10 * transport.rank
+        transport.alltoall(message, out)
+        return out
+
+    for receiver, out in enumerate(run_ranks(size, rank)):
+        np.testing.assert_array_equal(out, np.repeat(10 * np.arange(size)[:, None] + receiver, 9, axis=1))
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_allreduce_folds_in_rank_order(size, dtype, op):

@@ -81,6 +81,18 @@ def allgather_puts_rank_r_in_row_r(carrier):
 
 
 @case
+def alltoall_sends_row_r_to_rank_r(carrier):
+    transport = carrier.make()
+    assert transport.has_alltoall
+    for length in (0, 1, 100, 300_000):
+        message, out = np.empty((SIZE, length), np.uint8), np.zeros((SIZE, length), np.uint8)
+        message[...] = np.arange(SIZE)[:, None] + 10 * RANK
+        transport.alltoall(message, out)
+        assert (out == 10 * np.arange(SIZE, dtype=np.uint8)[:, None] + RANK).all(), length
+    transport.close()
+
+
+@case
 def allgather_takes_a_read_only_message_without_a_warning(carrier):
     transport = carrier.make()
     out = np.zeros((SIZE, 8), np.uint8)
@@ -163,6 +175,7 @@ def wrong_arguments_are_refused(carrier):
         ("float32 or float64", transport.allreduce, np.zeros(3, np.int32)),
         ("op='min'", transport.allreduce, floats, "min"),
         ("uint8", transport.allgather, bytes_, rows),
+        ("alltoall", transport.alltoall, rows[0], rows),
     ):
         with pytest.raises(TransportError, match=message):
             function(*arguments)
