@@ -1,4 +1,4 @@
-"""``dgc``, or ``python -m dgc``: lists compressors, builds Horovod, compiles kernels, looks for problems, measures."""
+"""``dgc``, or ``python -m dgc``: list compressors, build Horovod, compile kernels, look for problems, measure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return the exit status."""
+    """Run the command that ``arguments`` name; return the exit status."""
     name = os.path.basename(sys.argv[0])
     parser = argparse.ArgumentParser(
         prog="dgc" if name == "dgc" else "python -m dgc", description="Gradient compression"
@@ -54,7 +54,7 @@ def measure_job(arguments: argparse.Namespace) -> int:
 
 
 def compile_now(arguments: argparse.Namespace) -> int:
-    """Compile all kernels, and write where they are."""
+    """Compile all kernels, and write the folder they are in."""
     from dgc.adapter.warm_up import compile_all
 
     sys.stdout.write(f"the kernels for this processor are in {compile_all()}\n")
@@ -66,7 +66,7 @@ _LAUNCHED = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "S
 
 
 def _connect() -> Transport:
-    """Return the transport that a training in this launch would use."""
+    """Return the transport that a training script started in this way would use."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         import torch.distributed as dist
 
@@ -101,7 +101,7 @@ def facts() -> list[tuple[str, str, str, str, str]]:
 
 
 def table() -> str:
-    """Return the facts in aligned columns under their titles."""
+    """Return the rows of :func:`facts` as a text table with titles."""
     rows = [_TITLES, *facts()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

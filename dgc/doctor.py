@@ -1,6 +1,6 @@
-"""``python -m dgc doctor``: what is installed, which builds fit each other, what would be used, and what to do.
+"""``python -m dgc doctor``: report what is installed, which builds fit each other, what would be used, what to do.
 
-Each package is imported in its own process, because a broken library may end the process.
+Each package is imported in a process of its own, because a broken library may end that process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 SUMMARY = "say what is installed, what fits, what would be used, and what to do"
-SECONDS = 120.0  # for one import
+SECONDS = 120.0  # time limit of one import
 
 _MPI = "sorted({line.split()[-1] for line in open('/proc/self/maps') if '/libmpi.' in line})"
 PROBES = {
@@ -38,13 +38,13 @@ PROBES = {
 }
 _HEAD = "import json\ndef facts(**known): print('\\n' + json.dumps(known))\n"
 
-# What the probe of a package printed; {"error": text} if the import failed, {"missing": True} without the package.
+# The output of a package's probe; {"error": text} if the import failed, {"missing": True} if it is not installed.
 Facts: TypeAlias = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem: an "error" if training cannot start, a "warning" if it is slower or lacks a part."""
+    """A problem. Its level is "error" if training cannot start, "warning" if training is slower or lacks a part."""
 
     level: str
     cause: str
@@ -52,7 +52,7 @@ class Finding:
 
 
 def probe(name: str) -> Facts:
-    """Import one package of :data:`PROBES` in another process."""
+    """Import one package of :data:`PROBES` in another process; return what was found."""
     command = [sys.executable, "-c", _HEAD + PROBES[name]]
     try:
         done = subprocess.run(
@@ -69,7 +69,7 @@ def probe(name: str) -> Facts:
 
 
 def examine(found: Mapping[str, Facts]) -> list[Finding]:
-    """Return what is wrong, errors first."""
+    """Return the problems, errors first."""
     errors: list[Finding] = []
     warnings: list[Finding] = []
 
@@ -132,7 +132,10 @@ def examine(found: Mapping[str, Facts]) -> list[Finding]:
     folder = os.path.dirname(sys.executable)
     if folder not in os.environ.get("PATH", "").split(os.pathsep):
         activate = f"source {folder}/activate" if os.path.exists(f"{folder}/activate") else f"PATH={folder}:$PATH"
-        warn("the environment of this Python is not activated: mpirun and torchrun are not found, or others", activate)
+        warn(
+            "this Python's environment is not activated: the shell may find no mpirun and torchrun, or other ones",
+            activate,
+        )
     return errors + warnings
 
 

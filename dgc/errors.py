@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose. A message says what was given, what is allowed and what to do."""
+"""The errors that this package raises on purpose. A message says what was given, what is allowed and what to do."""
 
 __all__ = ["ConfigError", "DGCError", "LayoutError", "RemoteError", "StallError", "TransportError", "WireError"]
 
@@ -12,7 +12,7 @@ class ConfigError(DGCError, ValueError):
 
 
 class LayoutError(DGCError, ValueError):
-    """Parameters or gradients are not the ones the compressor was built for."""
+    """Parameters, gradients or a saved state do not fit the compressor."""
 
 
 class WireError(DGCError, ValueError):
@@ -24,8 +24,8 @@ class TransportError(DGCError, RuntimeError):
 
 
 class StallError(TransportError):
-    """Other ranks have not come to a collective for longer than a rank waits."""
+    """Other ranks did not reach a collective in time."""
 
 
 class RemoteError(TransportError):
-    """An error that happened on (at least) one rank and is raised on every rank of the job."""
+    """Another rank failed; the error is raised on every rank."""

@@ -1,1 +1,1 @@
-"""What the adapters of both frameworks share: no framework, and no Horovod."""
+"""Code that the adapters of both frameworks share. It imports neither a framework nor Horovod."""

@@ -1,11 +1,11 @@
-"""Comparisons between ranks, before any gradient is sent: their options, their parameters, the values of these.
+"""Comparisons between ranks before any gradient is sent: of options, parameters and the parameters' values.
 
-Ranks that disagree on an option or on a parameter would hang, or decode each other's messages wrongly. So at
-construction every rank describes itself and all descriptions are compared; a difference, or an error on one rank,
-becomes an error on every rank.
+Ranks that disagree on an option or on a parameter would hang, or decode each other's messages wrongly. So every rank
+describes itself at construction, and all ranks compare the descriptions. A difference, or an error on one rank, becomes
+an error on every rank.
 
-Once per compressor a few values of every parameter are compared as well. Without a broadcast every rank trains a model
-of its own: the averaged gradients fit none of them, but the loss may still go down.
+Once per compressor the ranks also compare a few values of every parameter. Without a broadcast each rank would train
+another model: the averaged gradients fit none of them, but the loss may still go down.
 
 P = number of ranks.
 """
@@ -45,15 +45,15 @@ def require_agreement(
     Args:
         transport: connects the ranks.
         description: ordered names and values, such as options, or a parameter's name and "shape dtype". Values are
-            compared by their JSON text, so NaN equals NaN, or by their ``repr`` where JSON does not know their type.
-        what: the subject of the message: "options of the compressor", "parameters".
+            compared by their JSON text, so NaN equals NaN; values of other types are compared by their ``repr``.
+        what: the subject of the error message: "options of the compressor", "parameters".
         error: class of the error about a difference.
-        advice: the end of the message, which says what to do.
+        advice: the end of the error message, which says what to do.
 
     Raises:
-        DGCError: of class ``error``: descriptions differ. Names the first differing key in rank 0's order with each
-            rank's value.
-        RemoteError: a rank has sent an error; its own class if that is one of this package.
+        DGCError: the descriptions differ. The error is of class ``error``. It names the first key that differs, in
+            rank 0's order, with each rank's value.
+        RemoteError: another rank failed. If that error is one of this package, its class is raised instead.
         TransportError: the ranks could not be asked.
     """
     descriptions = gather_if_different(transport, description)
@@ -76,8 +76,8 @@ def agree_or_raise(
 ) -> Mapping[str, Any]:
     """Run ``build`` on every rank and require that all ranks built the same description.
 
-    If ``build`` raises, this rank gets the exception, and the others an error with the rank and the message. ``build``
-    returns this rank's description, and may do the local work of a construction. For the other arguments see
+    ``build`` does the local work of a construction and returns this rank's description. If it raises, this rank gets
+    the exception, and the others get an error that holds this rank's number and message. For the other arguments see
     :func:`require_agreement`.
     """
     try:
@@ -90,12 +90,12 @@ def agree_or_raise(
 
 
 def tell_error(transport: Transport, error: Exception) -> None:
-    """Tell the ranks in :func:`require_agreement` why this one has no description. Collective."""
+    """Send an error to the ranks that wait in :func:`require_agreement`. Collective."""
     report(error, lambda described: gather_if_different(transport, {ERROR_KEY: described}))
 
 
 def report(error: Exception, gather: Callable[[list[str]], object]) -> None:
-    """Send an error's class and message through ``gather``; the error gets a note if that fails."""
+    """Send an error's class and message through ``gather``. If that fails, add a note to the error."""
     try:
         gather([type(error).__name__, str(error)])
     except TransportError as lost:
@@ -111,7 +111,7 @@ def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:
 
 
 def error_of(rank: int, name: str, message: str) -> DGCError:
-    """Return the error that another rank has sent by :func:`report`."""
+    """Make the error that another rank has sent by :func:`report`."""
     own_class = getattr(errors, name, None)
     if isinstance(own_class, type) and issubclass(own_class, DGCError):
         return own_class(f"rank {rank}: {message}")
@@ -178,7 +178,7 @@ _SAMPLES = 8
 
 
 def sample_places(numel: int) -> np.ndarray:
-    """Return the places of a flat tensor that are compared, spread over all of it: (at most 8,) int64."""
+    """Return which elements of a flat tensor are compared: (at most 8,) int64, spread over the tensor."""
     return np.unique(np.linspace(0, numel - 1, _SAMPLES).astype(np.int64)) if numel else np.empty(0, np.int64)
 
 
@@ -194,13 +194,13 @@ def require_replicas(
 
     Args:
         transport: connects the ranks.
-        values: of each tensor by its name, a few values.
-        advice: what to do, for the message.
-        sums: of each tensor, a number below 2**52 that depends on all of its values.
-        tolerance: by how much values may differ, relative to the largest one of their tensor.
+        values: a few values of each tensor, by the tensor's name.
+        advice: the end of the error message, which says what to do.
+        sums: for each tensor a number below 2**52 that depends on all of its values.
+        tolerance: how much values may differ, relative to the largest value of their tensor.
 
     Raises:
-        ConfigError: they differ; names the first tensor that does.
+        ConfigError: the tensors differ; the message names the first one that does.
         TransportError: the ranks could not be asked.
     """
     own = np.concatenate([*(np.asarray(v, np.float64).reshape(-1) for v in values.values()), np.asarray(sums, float)])

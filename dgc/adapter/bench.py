@@ -1,7 +1,7 @@
 """``python -m dgc bench``: the time of a step's exchange in this job, dense, in 16 bits and with DGC.
 
-It times real exchanges of one tensor over the job's transport, without a backward pass beside them; the slowest rank
-counts. The time of a larger model is in proportion to its size.
+It times real exchanges of one tensor over the job's transport, while no backward pass runs. The slowest rank's time
+counts. The time for a larger model is computed in proportion to its size.
 """
 
 from __future__ import annotations
@@ -33,24 +33,22 @@ LAUNCH = (
     "start one process for each rank: torchrun --nproc-per-node 2 -m dgc bench, or horovodrun -np 2 python -m dgc bench"
 )
 
-_COLUMNS, _ROWS = 1024, 4096  # of the tensor that stands for a model, at most: 16 MiB of gradient
-_WARM_STEPS, _STEPS = (
-    3,
-    7,
-)  # steps in which memory is touched and thresholds settle; the median of the others counts
-_SHIFT = 4096
+_COLUMNS, _ROWS = 1024, 4096  # the largest shape of the tensor that is exchanged: 16 MiB of gradient
+_WARM_STEPS = 3  # first steps, not timed: memory is touched and thresholds settle
+_STEPS = 7  # timed steps, whose median counts
+_SHIFT = 4096  # how far the gradient of the next step begins in the random values
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of the exchange and of momentum in one step, past the ramp-up."""
+    """Seconds that the exchange and momentum take in one step after the ramp-up."""
 
     dense: float
     half: float
     sparse: float
 
     def advice(self, sparsity: float) -> str:
-        """Return what to set: dense unless a compression saves a tenth."""
+        """Return which option to set. Stay dense unless compression saves a tenth of the time."""
         least = min(self.half, self.sparse)
         if self.dense <= 1.1 * least:
             return "stay dense: no compression is faster here"
@@ -60,7 +58,7 @@ class Costs:
 
 
 def measure(transport: Transport, elements: int, sparsity: float) -> Costs:
-    """Return the seconds for a model of this size, which are the same on all ranks. Collective."""
+    """Return the seconds for a model of ``elements`` parameters, the same on all ranks. Collective."""
     rows = min(_ROWS, max(1, elements // _COLUMNS))
     config = DGCConfig(momentum=0.9, nesterov=False, weight_decay=0.0, sparsity=(sparsity,))
     with contextlib.ExitStack() as opened:
@@ -82,7 +80,7 @@ def measure(transport: Transport, elements: int, sparsity: float) -> Costs:
 
 
 class _TimedSteps:
-    """Steps of one tensor, from its gradient to the updated parameter."""
+    """Runs steps of one tensor, from the gradient to the updated parameter."""
 
     def __init__(self, config: DGCConfig, transport: Transport, rows: int) -> None:
         layout = make_layout([Parameter("tensor", (rows, _COLUMNS), "float32")], config)
@@ -101,7 +99,7 @@ class _TimedSteps:
         self._exchange.submit(0, gradient, self._result, self._parameter)
         self._exchange.finish()
         if not self._exchange.deferred():
-            np.subtract(self._parameter, self._result, out=self._parameter)  # what the optimizer does with it
+            np.subtract(self._parameter, self._result, out=self._parameter)  # as the optimizer would
 
     def close(self) -> None:
         self._exchange.close()
@@ -117,7 +115,7 @@ def _median(step: Callable[[], None]) -> float:
 
 
 def elements_of(model: str) -> int:
-    """Return the number of parameters of the model that a function returns; ``model`` is "module:function"."""
+    """Call the function that ``model`` names as "module:function"; return its model's number of parameters."""
     module, _, name = model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -128,7 +126,7 @@ def elements_of(model: str) -> int:
 
 
 def run(arguments: argparse.Namespace, connect: Callable[[], Transport]) -> int:
-    """Measure, and write the result on rank 0; return 1 after one line of error if that is not possible."""
+    """Measure, and write the result on rank 0. If an error prevents that, write one line about it and return 1."""
     try:
         elements = elements_of(arguments.model) if arguments.model else arguments.parameters
         if elements < 1:

@@ -1,6 +1,6 @@
-"""Checks of the wrappers' and constructors' arguments in all frameworks, and their warnings.
+"""Checks of the arguments of wrappers and constructors in all frameworks, and warnings about them.
 
-Checks of single values are in :mod:`dgc.core.checks`, those of states in :mod:`dgc.core.state`.
+Checks of single values are in :mod:`dgc.core.checks`, checks of saved states in :mod:`dgc.core.saved`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from dgc.errors import ConfigError
 
 
 def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> list[Any]:
-    """Return the tensors that a compressor is given, as a list; ``name`` and ``advice`` are for the errors."""
+    """Return a compressor's tensors as a list; raise an error if there are none.
+
+    Errors call the tensors ``name``, and recommend to pass ``advice``.
+    """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(
             f"the {name} are {brief(value)}; pass {advice}, and options by their names: "
@@ -26,13 +29,13 @@ def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> li
     tensors = list(value)
     if not tensors:
         raise ConfigError(
-            f"Compression.{algorithm} has nothing to compress: pass {advice} (a generator can be used once only)"
+            f"Compression.{algorithm} has nothing to compress: pass {advice} (a generator can be used only once)"
         )
     return tensors
 
 
 def require_momentum_source(optimizer: object, config: DGCConfig, given: str) -> None:
-    """Require a momentum, or the optimizer to take it from; ``given`` names the argument with the tensors."""
+    """Require a momentum, or an optimizer that has one; ``given`` names the argument that holds the tensors."""
     if optimizer is None and config.momentum is None:
         raise ConfigError(
             f"Compression.{config.algorithm}({given}) also needs optimizer=, to take its momentum over; pass it, or "
@@ -41,7 +44,7 @@ def require_momentum_source(optimizer: object, config: DGCConfig, given: str) ->
 
 
 def refuse_grouping(num_groups: object, groups: object) -> None:
-    """Refuse Horovod's options that group gradients: the core forms its own buckets."""
+    """Refuse Horovod's options that group gradients, because the core forms buckets itself."""
     if num_groups or groups is not None:
         raise ConfigError(
             "groups and num_groups have no meaning here: the compressor forms its own buckets; leave them out "
@@ -55,27 +58,26 @@ def check_passes(passes: object) -> None:
 
 
 def check_predivide(factor: object, op_name: str) -> None:
-    """Check ``gradient_predivide_factor``, which has no effect on a compressor: it divides once, in float32."""
+    """Check ``gradient_predivide_factor``. A compressor ignores it, because it divides only once, in float32."""
     require_number("gradient_predivide_factor", factor, low=0.0, low_open=True)
     if factor != 1.0 and op_name == "sum":
         raise ConfigError("gradient_predivide_factor needs op=hvd.Average: a sum is not divided; leave it out")
 
 
 def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
-    """Warn that an adaptive optimizer learns less from few entries; call it on one rank."""
+    """Warn if an adaptive optimizer would learn little because few entries are sent. Call it on one rank."""
     if config.is_thin:
         warnings.warn(
-            f"{optimizer} does not move an entry in proportion to its gradient, which few entries distort: where "
-            f"{1 - config.sparsity[-1]:.2%} of them are sent it learns far less than in dense training. Give "
-            "Compression.dgc(steps=N), N being the optimizer's steps in the whole training, which chooses a density "
-            "for it",
+            f"{optimizer} does not move an entry in proportion to its gradient. When only "
+            f"{1 - config.sparsity[-1]:.2%} of the entries are sent, it learns far less than in dense training. Give "
+            "Compression.dgc(steps=N), which chooses a density for a training of N optimizer steps",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
 def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:
-    """Warn if gradients are smoothed twice, by the compressor and by the optimizer: somebody may want that."""
+    """Warn if both the compressor and the optimizer smooth gradients. It is no error: somebody may want that."""
     if not momentum or not isinstance(beta1, (int, float)) or not beta1 > 0:
         return
     warnings.warn(
@@ -88,7 +90,7 @@ def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) 
 
 
 def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str], what: str) -> None:
-    """Warn of patterns that fit no name."""
+    """Warn about patterns that match no name."""
     nothing = [f"{option}={p!r}" for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if nothing:
         warn_once(f"no {what} fits {', '.join(nothing)}; names are {', '.join(names[:4])}, ...")
@@ -96,5 +98,5 @@ def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str]
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn once in a process."""
+    """Warn, but only once in a process."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)

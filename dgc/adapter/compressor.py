@@ -1,4 +1,4 @@
-"""``Compression``, and the compressors that it makes: options, binding, the bound engine's state and statistics."""
+"""``Compression`` and the compressors that it makes: their options, how they are bound, their state and statistics."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ EngineT = TypeVar("EngineT", bound=EngineBase)
 
 
 class CompressorBase(Generic[EngineT]):
-    """Options, binding and state of one compressor; an adapter adds what its framework needs.
+    """One compressor: its options, the model that it is bound to, and its state. Each framework has a subclass.
 
     Attributes:
-        works_alone: whether it has an engine in a job of one process, too: else nobody would apply its momentum.
+        works_alone: whether it has an engine also in a job of one process, because nobody else applies its momentum.
         config: the validated options.
         engine: the model's engine; None before ``bind``, with one process, and outside the process set.
         is_bound: whether the compressor belongs to a model already.
-        generation: raised by every reset and load; gradients that were accumulated before that are forgotten.
+        generation: counts resets and loads. Gradients that were accumulated in an earlier generation are forgotten.
     """
 
     works_alone: ClassVar[bool] = False
     _job: Job
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
-        """Check the options of the compressor that ``algorithm`` names; the tensors come with ``bind``."""
+        """Check the options for the compressor that ``algorithm`` names. The tensors are given to ``bind``."""
         self.given_options = dict(options)
         options = dict(options)
         names = [field.name for field in dataclasses.fields(AdapterOptions)]
@@ -61,11 +61,11 @@ class CompressorBase(Generic[EngineT]):
         self._pending: tuple[Any, bool] | None = None
 
     def _read_loss_scale(self, value: object) -> LossScale:
-        """Return the option ``loss_scale`` as the core reads it; an adapter adds its framework's scalers."""
+        """Return the option ``loss_scale`` in the core's form. Adapters also accept their framework's loss scalers."""
         return as_loss_scale(value)
 
     def use_op(self, op: object, gradient_predivide_factor: object = 1.0) -> str:
-        """Take the reduce op of the wrapper that will bind this compressor, unless it is None; return the op's name."""
+        """Set the reduce op to that of the wrapper, unless the wrapper gives None; return the op's name."""
         name = self.config.op if op is None else self._job.op_name(op)
         check_predivide(gradient_predivide_factor, name)
         if name != self.config.op:
@@ -81,19 +81,19 @@ class CompressorBase(Generic[EngineT]):
 
     @property
     def takes_part(self) -> bool:
-        """Whether this process is in the process set; also in a job of one process, and before ``bind``."""
+        """Whether this process is in the process set. True before ``bind``, and in a job of one process."""
         return not self.is_bound or self._job.included
 
     def process_set(self, other: ProcessSet | None = None) -> Any:
-        """Return the process set of the exchange: the option's or ``other``; all ranks if neither is given."""
+        """Return the process set that exchanges: the option ``process_set``, else ``other``, else all ranks."""
         return self.job(other).members
 
     def job(self, process_set: ProcessSet | None = None) -> Job:
-        """Return the ranks that exchange, as :meth:`process_set` chooses them."""
+        """Return the ranks of :meth:`process_set`."""
         return self._job.of(self._adapter.process_set, process_set)
 
     def errors_on_all_ranks(self, process_set: ProcessSet | None = None) -> contextlib.AbstractContextManager[None]:
-        """Raise an error of the ``with`` block on all ranks, which may wait in ``bind``."""
+        """Raise an error of the ``with`` block on all ranks, because the others may wait in ``bind``."""
         own = self._adapter
         return errors_on_all_ranks(self._job, own.process_set, process_set, transport=own.transport)
 
@@ -103,9 +103,9 @@ class CompressorBase(Generic[EngineT]):
         open_engine: Callable[[Transport], EngineT],
         undo: Callable[[], None] = lambda: None,
     ) -> None:
-        """Do the part of ``bind`` that all frameworks share; collective over the process set.
+        """Do the part of ``bind`` that all frameworks share. Collective over the process set.
 
-        If it raises, nothing of the attempt remains, so that it can be repeated.
+        If it raises, everything is undone, so that a script can call ``bind`` again.
         """
         assert not self.is_bound
         transport: Transport | None = None
@@ -139,13 +139,13 @@ class CompressorBase(Generic[EngineT]):
         self.is_bound = True
 
     def _exchanging(self, missing: str) -> EngineT | None:
-        """Return the engine, for calls by Horovod; None in a job of one process."""
+        """Return the engine for a call by Horovod; None in a job of one process."""
         if self.engine is None and not self.is_bound:
             raise ConfigError(f"Compression.{self.config.algorithm}(...) was given no {missing}")
         return self.engine
 
     def require_same_set(self, theirs: ProcessSet | None) -> None:
-        """Compare the process set of Horovod's own wrapper with the one that the engine was opened for."""
+        """Require that Horovod's own wrapper uses the same process set as the compressor."""
         if not same_set(theirs, self.process_set()):
             raise ConfigError(
                 "Horovod's wrapper was given another process set than the compressor; pass the same one to both: "
@@ -156,17 +156,17 @@ class CompressorBase(Generic[EngineT]):
 
     @property
     def stats(self) -> Stats:
-        """Bytes sent and received, dense bytes, ratio, density and seconds, of the last step and in total."""
+        """Bytes sent and received, dense bytes, ratio, density and seconds: of the latest step, and in total."""
         return self.engine.stats if self.engine is not None else Stats()
 
     def on_step(self, observer: Observer) -> Observer:
-        """Call a function with the figures of each step, on this rank; also as a decorator.
+        """Call a function with the figures of each step on this rank. It can be used as a decorator.
 
         Args:
             observer: called with a dictionary of this rank's figures: "step" (its number, from 0), "refused",
                 "bytes_sent", "bytes_received", "dense_bytes", "small_bytes", "ratio", "density", and "seconds", by
-                phase. The call comes after the exchange and before the update. If the function raises, the error is
-                logged and the function is called no more.
+                phase. It is called after the exchange and before the update. If it raises, the error is logged and
+                it is not called again.
 
         Returns:
             ``observer``.
@@ -176,11 +176,11 @@ class CompressorBase(Generic[EngineT]):
 
     @property
     def residual_norm(self) -> float:
-        """L2 norm of what this rank has not sent yet."""
+        """L2 norm of the gradients that this rank has not sent yet."""
         return self.engine.residual_norm() if self.engine is not None else 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Let a compressor that is bound to no model be copied or pickled, without its observers."""
+        """Return what is copied or pickled: all but the observers. A compressor that is bound refuses."""
         if self.engine is not None:
             raise TypeError(CONNECTED)
         return {**self.__dict__, "_observers": []}
@@ -188,14 +188,14 @@ class CompressorBase(Generic[EngineT]):
     def describe(self) -> dict[str, Any]:
         """Return what the compressor does, for a log: step, density, end of the ramp-up, shares, buckets, transport.
 
-        Empty before the compressor is bound. With one process or outside the process set nothing is compressed.
+        The dictionary is empty before the compressor is bound.
         """
         return self.engine.describe() if self.engine is not None else dict(NO_EXCHANGE) if self.is_bound else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: residuals, momentum buffers, step. It differs between ranks; never broadcast it.
 
-        Before the compressor is bound: the state that was loaded, or an empty one (also after ``resize=True``).
+        Before the compressor is bound, this is the loaded state, or an empty one (also after ``resize=True``).
 
         Raises:
             LayoutError: called in the middle of a step, or after one that failed.
@@ -210,23 +210,23 @@ class CompressorBase(Generic[EngineT]):
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:
         """Continue from a saved state; call it on all ranks.
 
-        A compressor that is bound to no model keeps the state and loads it when it is bound. The empty state of a
-        compressor that had not exchanged anything resets.
+        A compressor that is bound to no model keeps the state and loads it when it is bound. An empty state, from a
+        compressor that had not exchanged anything, resets this one.
 
         Args:
-            state: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks' states.
+            state: the result of :meth:`state_dict` on this rank; with ``resize=True`` a list of all old ranks' states.
             resize: redistribute the residuals of N old ranks to this job's M ranks, so that their mean is kept.
 
         Raises:
-            LayoutError: the state belongs to another model, rank, number of ranks or op, or is damaged, on this rank or
-                another, or the ranks' states are of different steps; no rank's state is changed then.
+            LayoutError: on some rank, the state is damaged or belongs to another model, rank, number of ranks or op; or
+                the ranks' states are of different steps. No rank's state is changed then.
 
         Warns:
-            RuntimeWarning: this process exchanges nothing, so residuals and momentum are dropped.
+            RuntimeWarning: this process exchanges nothing, so it drops residuals and momentum.
         """
         if self.engine is not None:
             self.engine.require_open("load_state_dict()")
-            self.engine.abandon()  # a step that is not over would use the transport
+            self.engine.abandon()  # an unfinished step would use the transport
             advice = "Load a state on every rank, each its own."
             self._load(state, resize, advice)
             self.generation += 1
@@ -238,10 +238,10 @@ class CompressorBase(Generic[EngineT]):
             self._pending = state, resize
 
     def fitting_state(self, state: object, resize: bool = False) -> dict[str, Any]:
-        """Check that :meth:`load_state_dict` will take a state on this rank; change nothing. Local: no communication.
+        """Check that :meth:`load_state_dict` will accept a state on this rank. Change nothing, ask no other rank.
 
         Returns:
-            This rank's state, to be loaded without ``resize``; {} resets.
+            This rank's part of the state, to load without ``resize``; {} resets.
         """
         states = self._require_states(state, resize)
         if self.engine is not None:
@@ -253,7 +253,7 @@ class CompressorBase(Generic[EngineT]):
         return {}
 
     def _load(self, state: object, resize: bool, advice: str) -> None:
-        """Take over a state on all ranks, or on none: all ranks check theirs before one of them changes anything."""
+        """Load a state on all ranks or on none: all ranks check theirs before one of them changes anything."""
         engine, found = self.engine, {}
         assert engine is not None
 
@@ -272,7 +272,7 @@ class CompressorBase(Generic[EngineT]):
         return require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """Return the state that this rank's engine will load."""
+        """Return this rank's state out of ``states``, checked; {} resets."""
         assert self.engine is not None
         if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
             return {}
@@ -282,14 +282,14 @@ class CompressorBase(Generic[EngineT]):
             own = own_state(states, transport.rank, transport.size, self.config.rampup_begin_step, op=self.config.op)
         elif own.get("inactive"):
             raise LayoutError(
-                "the saved compressor state is one of a single process, which keeps none; do not load it, or pass "
-                "resize=True to start with empty residuals"
+                "the saved compressor state comes from a job of one process, which keeps no residuals; do not load it, "
+                "or pass resize=True to start with empty residuals"
             )
         self.engine.require_loadable(own)
         return own
 
     def reset(self) -> None:
-        """Forget residuals, momentum buffers, the step and the statistics; call it on all ranks."""
+        """Forget residuals, momentum buffers, the step and the statistics. Call it on all ranks."""
         self._pending = None
         self.generation += 1
         if self.engine is not None:
@@ -302,10 +302,10 @@ class CompressorBase(Generic[EngineT]):
 
 
 class Uncompressed:
-    """Dense training: gradients are sent as they are ("none"), or as float16 ("fp16").
+    """The values ``none`` and ``fp16`` of ``compression=``: gradients are sent unchanged, or as float16.
 
-    Horovod's own wrappers get Horovod's compressor of this name. It is imported when it is used, because dgc's
-    optimizer for ``torch.distributed`` needs no Horovod.
+    Horovod's own wrappers get Horovod's compressor of the same name. Horovod is imported only then, because dgc's
+    optimizer for ``torch.distributed`` does not need it.
     """
 
     def __init__(self, name: Literal["none", "fp16"], horovod: Horovod) -> None:
@@ -337,11 +337,11 @@ def horovods(compression: Any) -> Any:
 class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
     """The values of ``compression=``: ``none`` and ``fp16``, as in Horovod, and a constructor for each compressor.
 
-    A registered compressor has a constructor, too, with the arguments of ``dgc`` and its own options.
+    A compressor that a user registers gets a constructor, too, with the arguments of ``dgc`` and its own options.
 
     Attributes:
-        none: gradients are sent as they are.
-        fp16: gradients are sent as float16.
+        none: send gradients unchanged.
+        fp16: send gradients as float16.
     """
 
     def __init__(self, horovod: Horovod) -> None:
@@ -351,13 +351,13 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
     def _make(
         self, algorithm: str, parameters: Tensors | None = None, optimizer: Optimizer | None = None, **options: Any
     ) -> Compressor:
-        """Make a compressor from (algorithm, tensors, optimizer) and options."""
+        """Make the framework's compressor."""
         raise NotImplementedError
 
     def _errors_on_all_ranks(
         self, tensors: object, options: Mapping[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Raise an error of the ``with`` block on all ranks; only here without ``tensors``: nobody waits then."""
+        """Raise an error of the ``with`` block on all ranks. Without ``tensors`` no rank waits, so tell none."""
         if tensors is None:
             return contextlib.nullcontext()
         return errors_on_all_ranks(
@@ -368,12 +368,12 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
         """Make the compressor that a file of settings describes: ``{"name": "dgc", "sparsity": 0.999}``.
 
         Args:
-            options: the constructor under "name", and its options. Numbers, true, false and null may be texts, as YAML
-                reads ``1e-4``.
+            options: the name of the constructor under "name", and its options. Numbers, true, false and null may be
+                texts, because YAML reads ``1e-4`` as a text.
 
         Raises:
-            TypeError: an unknown option; the message lists the valid ones.
-            ConfigError: no name, an unknown one, or an option out of range.
+            TypeError: an option is unknown; the message lists the valid ones.
+            ConfigError: the name is missing or unknown, or an option is out of range.
         """
         if not isinstance(options, Mapping):
             raise ConfigError(
@@ -403,7 +403,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def read(value: Any) -> Any:
-    """Return the number, true, false or null in a text, also inside a list; anything else as it is."""
+    """Turn texts into numbers, true, false and null, also inside a list; return other values unchanged."""
     if isinstance(value, (list, tuple)):
         return [read(each) for each in value]
     if not isinstance(value, str) or value.lower() in _WORDS:
@@ -415,7 +415,7 @@ def read(value: Any) -> Any:
 
 
 def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the constructor of a registered compressor, which calls ``make`` with its name as first argument."""
+    """Return the constructor of a compressor, which calls ``make(name, ...)``."""
     try:
         row = compressor_class(name)
     except ConfigError:
@@ -435,7 +435,7 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
 
 
 def check_compression(compression: object, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
-    """Refuse a value that is no compressor for this framework, and a compressor in the place of a text."""
+    """Refuse a ``compression`` that is no compressor of this framework, and ``texts`` that are no texts."""
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise ConfigError(
@@ -445,4 +445,4 @@ def check_compression(compression: object, own: type[CompressorBase[Any]], packa
     if isinstance(compression, type) and issubclass(compression, CompressorBase):
         raise no_compressor(compression)
     if isinstance(compression, CompressorBase) and not isinstance(compression, own):
-        raise ConfigError(f"the compressor is one of another framework; take it from {package}.Compression")
+        raise ConfigError(f"the compressor belongs to another framework; take it from {package}.Compression")

@@ -1,4 +1,4 @@
-"""The base of every framework's engine: one model's tensors on one rank, and the core's exchange of them."""
+"""The base class of every framework's engine. An engine holds one model's tensors on one rank and their exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("dgc")
 
 Observer: TypeAlias = Callable[[dict[str, Any]], Any]
 
-# What describe() of a compressor returns in a job of one process: nothing is exchanged there.
+# The result of a compressor's describe() in a job of one process, where nothing is exchanged.
 NO_EXCHANGE: Final[dict[str, Any]] = {"density": 1.0, "sparsified_share": 0.0, "transport": "none", "ranks": 1}
 
 CONNECTED: Final = (
@@ -34,18 +34,18 @@ CONNECTED: Final = (
 
 
 class EngineBase(abc.ABC):
-    """Tensors of one model, the options adopted for them, and their exchange. Construction is collective.
+    """The tensors of one model, the options adopted for them, and their exchange. Construction is collective.
 
     Attributes:
-        what: what errors call the tensors.
-        advice: what to do when the ranks' tensors differ.
+        what: how errors call the tensors: "parameters" or "variables".
+        advice: what to do when the ranks' tensors differ, for the error.
         names: the tensors' names, in registration order.
         transport: connects the ranks; the engine closes it.
-        between: carries gradients: that transport, or one among nodes whose ranks send as one.
-        adoption: what was taken over from the optimizer: the adapters' ``Adoption``.
-        layout: of all tensors that may be exchanged, or of those that are.
+        between: carries gradients: ``transport``, or with ``hierarchical`` a transport that connects nodes.
+        adoption: the options that were taken over from the optimizer.
+        layout: the layout of all tensors; once it is known which of them are exchanged, of these only.
         observers: functions that are called with the figures of each step.
-        follows: whether ranks without data make the same update as the others after the latest step.
+        follows: whether ranks without data must make the same update as the others after the latest step.
     """
 
     what: ClassVar[str]
@@ -74,18 +74,18 @@ class EngineBase(abc.ABC):
 
     @abc.abstractmethod
     def _extra_state(self) -> dict[str, Any]:
-        """What this framework saves beside the exchange's state."""
+        """Return the values that this framework saves in addition to the exchange's state."""
 
     @abc.abstractmethod
     def _take_state(self, saved: dict[str, Any]) -> None:
-        """Give a state that is not empty to the exchange."""
+        """Load a state that is not empty into the exchange."""
 
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the state with the names of this model, which may differ from the saved ones."""
         return saved
 
     def _clear(self) -> None:  # noqa: B027
-        """Forget whatever else outlives a step, after a reset."""
+        """Forget, at a reset, what a framework keeps from one step to the next."""
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class EngineBase(abc.ABC):
             self._nodes = [self.between]
 
     def _agree_on_tensors(self, build: Callable[[], Layout]) -> None:
-        """Run ``build`` on all ranks and compare the layouts and options that they built."""
+        """Run ``build`` on all ranks, and compare the layouts that it returns and the adopted options."""
 
         def described() -> dict[str, str]:
             self.layout = build()
@@ -116,7 +116,7 @@ class EngineBase(abc.ABC):
         self._close_when_dropped()
 
     def _close_when_dropped(self) -> None:
-        """End threads and free buffers when the engine is dropped without close(); call it for each new exchange."""
+        """Arrange that a dropped engine ends its threads and frees its buffers. Call it for each new exchange."""
         if self._at_end is not None:
             self._at_end.detach()
         self._at_end = weakref.finalize(self, _close, self._exchange, *self._nodes, self.transport)
@@ -126,7 +126,7 @@ class EngineBase(abc.ABC):
 
     @property
     def stats(self) -> Stats:
-        """The counters of the exchange."""
+        """The exchange's counters."""
         return Stats() if self._exchange is None else self._exchange.stats
 
     def _tell_observers(self) -> None:
@@ -139,16 +139,16 @@ class EngineBase(abc.ABC):
                 observer({"step": step, "refused": refused, **stats.last.as_dict()})
             except Exception:  # such as a full disk: no reason to stop the other ranks
                 logger.warning(
-                    "%r of on_step() failed in step %d, and is called no more", observer, step, exc_info=True
+                    "%r of on_step() failed in step %d and is not called again", observer, step, exc_info=True
                 )
                 self.observers.remove(observer)
 
     def residual_norm(self) -> float:
-        """Return the L2 norm of what this rank has not sent yet."""
+        """Return the L2 norm of the gradients that this rank has not sent yet."""
         return 0.0 if self._exchange is None else self._exchange.residual_norm()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the next step will do, in plain values: see ``compression.describe()``."""
+        """Return what the next step will do, as plain values: see ``compression.describe()``."""
         config, exchange = self._config, self._exchange
         layout = self.layout if exchange is None else exchange.layout
         schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
@@ -174,41 +174,41 @@ class EngineBase(abc.ABC):
 
     @property
     def how_updated(self) -> str:
-        """Whether the latest step's results were applied as entries, or why they were dense."""
+        """How the latest results were applied: "sparse" (entry by entry), or "dense" and the reason."""
         return "dense"
 
     def require_open(self, what: str) -> None:
-        """Refuse a call that would talk to the other ranks, after close()."""
+        """Refuse, after close(), a call that needs the other ranks."""
         if self._is_closed:
             raise TransportError(
                 f"{what} was called after close() of the compressor; call it before, or build a new one"
             )
 
     def require_between_steps(self, what: str, *, whole: bool = False) -> None:
-        """Refuse a call that would use the transport, or read the state, in the middle of a step."""
+        """Refuse, in the middle of a step, a call that uses the transport or reads the state."""
         if self._exchange is not None:
             (self._exchange.require_whole if whole else self._exchange.require_between_steps)(what)
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: that of the exchange, and what the framework adds."""
+        """Return this rank's state: the exchange's state, and what the framework adds."""
         state = {**EMPTY, "parameters": {}} if self._exchange is None else self._exchange.state_dict()
         return {**state, **self.between.rank_info(), **self._extra_state()}
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
-        """Require that :meth:`load_state_dict` will take a state; change nothing. Local: no communication."""
+        """Require that :meth:`load_state_dict` will accept a state. Change nothing, ask no other rank."""
         if is_empty(saved):
             return
         require_place(saved, op=self._config.op, **self.between.rank_info())
         require_sound(saved)
         saved = self._renamed(saved)
-        # Tensors whose gradients another collective averages have no state.
+        # Tensors whose gradients another library averages have no state.
         others = set(self.names) - {p.name for p in self.layout.parameters}
         require_fit(saved, self.layout, self.names if "kinds" in saved else others)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over a state of this rank; an empty one resets. Call it on all ranks."""
+        """Load a state of this rank; an empty state resets. Call it on all ranks."""
         if is_empty(saved):
             self.reset()
             return
@@ -225,14 +225,14 @@ class EngineBase(abc.ABC):
         self._clear()
 
     def abandon(self) -> bool:
-        """Give up a step that an exception or an error ended; call it on all ranks.
+        """Give up a step that an error ended. Call it on all ranks.
 
-        Returns whether all gradients of an unfinished step were there on all ranks, as ``Exchange.abandon`` does.
+        Returns what ``Exchange.abandon`` returns: whether the unfinished step had all its gradients on all ranks.
         """
         return self._exchange is None or self._exchange.abandon()
 
     def close(self, keep_transport: bool = False) -> None:
-        """End the communication thread and close the transport, unless it shall be kept."""
+        """End the communication thread, and close the transport unless ``keep_transport`` is set."""
         self._is_closed = True
         if self._at_end is not None:
             self._at_end.detach()
@@ -240,18 +240,18 @@ class EngineBase(abc.ABC):
 
 
 def _close(exchange: Exchange | None, *transports: Transport) -> None:
-    """End the exchange's thread, then the transports, unless that thread still waits there for a rank that is gone."""
+    """End the exchange's thread, then close the transports, unless the thread still waits there for a lost rank."""
     if exchange is None or exchange.close():
         for transport in transports:
             transport.close()
 
 
 def warn_of_dropped(state: Any) -> None:
-    """Warn that a job of one process drops a state."""
+    """Warn that a job of one process drops a state that holds residuals or momentum."""
     states = [state] if isinstance(state, Mapping) else [s for s in state if s is not None]
     if not all(holds_nothing(s) for s in states):
         warnings.warn(
-            "one process compresses nothing: what the ranks had not sent yet, and their momentum, are dropped",
+            "one process compresses nothing: the saved residuals and momentum are dropped",
             RuntimeWarning,
             stacklevel=4,
         )

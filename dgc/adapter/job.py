@@ -37,32 +37,32 @@ SHUT_DOWN = (
 
 Own = TypeVar("Own", bound="Horovod")
 
-_instances = itertools.count()  # numbers the users of tensor names in this process: no two use a name at the same time
+_instances = itertools.count()  # numbers of this process' users of tensor names, so that no two share a name
 
 
 class ProcessSet(Protocol):
-    """The members of Horovod's process set that are used here; None where this process is not in the set."""
+    """The methods of Horovod's process set that are used here. They return None if this process is not in the set."""
 
     process_set_id: int | None
     ranks: Any
 
     def included(self) -> bool | None:
-        """Whether this process is in it."""
+        """Return whether this process is in the set."""
 
     def rank(self) -> int:
-        """This process' place in it."""
+        """Return this process' place in the set."""
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
 
 
 class Job(abc.ABC):
-    """The ranks of a Horovod process set or of a torch.distributed process group, which exchange with each other."""
+    """The ranks that exchange with each other: a Horovod process set, or a torch.distributed process group."""
 
     @property
     @abc.abstractmethod
     def members(self) -> Any:
-        """The library's object for them: a ``hvd.ProcessSet``, or a process group."""
+        """The library's object for these ranks: a ``hvd.ProcessSet``, or a process group."""
 
     @property
     @abc.abstractmethod
@@ -81,15 +81,15 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def require_ready(self) -> object:
-        """Require that the library is initialised; every constructor that meets other ranks begins with it."""
+        """Require that the library is initialised. Every constructor that communicates calls this first."""
 
     @abc.abstractmethod
     def of(self, process_set: Any = None, other: Any = None) -> Job:
-        """Return the ranks that a compressor or its wrapper names, or these if neither names any."""
+        """Return the ranks that a compressor or its wrapper names; without a name, return these ranks."""
 
     @abc.abstractmethod
     def op_name(self, op: object) -> str:
-        """Return "average" or "sum" for one of the library's reduce ops, or for its name."""
+        """Return "average" or "sum" for one of the library's reduce ops or its name."""
 
     @abc.abstractmethod
     def gather(self, value: object, question: str) -> list[Any]:
@@ -100,23 +100,23 @@ class Job(abc.ABC):
         """Make the transport among the ranks. Collective.
 
         Args:
-            choice: a name from :data:`dgc.adapter.transport_choice.CHOICES`; or a transport, on every rank.
+            choice: a name from :data:`dgc.adapter.transport_choice.CHOICES`, or on every rank a transport.
         """
 
     @abc.abstractmethod
     def tell(self, error: Exception) -> None:
-        """Tell the other ranks, which are in :meth:`make_transport`, why this one does not come. Collective."""
+        """Send an error to the ranks that wait in :meth:`make_transport`. Collective."""
 
 
-_SILENCE = 5.0  # seconds until an error is printed for which the other ranks have not come
+_SILENCE = 5.0  # seconds to wait for the other ranks before an error for them is printed here
 
 
 @contextlib.contextmanager
 def errors_on_all_ranks(job: Job, *sets: Any, transport: object = "auto") -> Iterator[None]:
     """Raise an error of the ``with`` block on all ranks of the job, which may wait in :meth:`Job.make_transport`.
 
-    It is raised here only if the ranks cannot talk (Horovod is not initialised), and if ``sets``, the arguments of
-    :meth:`Job.of`, hold two different process sets: then nobody knows which ranks wait.
+    The error stays on this rank if Horovod is not initialised, or if ``sets``, the arguments of :meth:`Job.of`, hold
+    two different process sets: then nobody knows which ranks wait.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def errors_on_all_ranks(job: Job, *sets: Any, transport: object = "auto") -> Ite
         except ConfigError:
             if any(hasattr(given, "process_set_id") for given in sets):
                 raise error from None
-        said = f"this rank waits for the others, to tell them: {error}"
+        said = f"this rank waits for the others to tell them: {error}"
         waiting = threading.Timer(_SILENCE, print, [said], {"file": sys.stderr})
         with contextlib.suppress(ConfigError, TransportError):
             job.require_ready()
@@ -141,14 +141,14 @@ def errors_on_all_ranks(job: Job, *sets: Any, transport: object = "auto") -> Ite
 
 
 class Horovod(Job):
-    """One framework's Horovod, and the ranks of one of its process sets. An adapter makes one object, of all ranks.
+    """One framework's Horovod, and the ranks of one of its process sets. Each adapter makes one object for all ranks.
 
     Attributes:
         framework: the framework's name, for errors.
         module_name: the module that is imported.
         package: the adapter's name, for errors.
         process_set: the process set of these ranks; None for all ranks.
-        elastic: whether all ranks of an elastic job are at the same place now, so that constructors may meet them.
+        elastic: whether all ranks of an elastic job have reached the same place, so that constructors may communicate.
     """
 
     framework: ClassVar[str]
@@ -161,7 +161,7 @@ class Horovod(Job):
 
     @abc.abstractmethod
     def load(self) -> ModuleType:
-        """Import the module."""
+        """Import Horovod's module."""
 
     @abc.abstractmethod
     def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
@@ -169,12 +169,12 @@ class Horovod(Job):
 
     @abc.abstractmethod
     def own_transport(self) -> Transport:
-        """Make a transport of Horovod's own collectives. Collective."""
+        """Make a transport that uses Horovod's own collectives. Collective."""
 
     # -- the module ----------------------------------------------------------------------------------------------
 
     def module(self, initialized: bool = True) -> ModuleType:
-        """Return Horovod's module, which must be initialised unless that is not needed."""
+        """Return Horovod's module; raise an error if it cannot be imported or, by default, is not initialised."""
         hint = f"Build Horovod for the installed {self.framework} with: python -m dgc build-horovod --install"
         try:
             hvd = self.load()
@@ -241,7 +241,7 @@ class Horovod(Job):
         return job
 
     def require_member(self) -> ProcessSet:
-        """Return the process set, which this process must be in."""
+        """Return the process set; raise an error if this process is not in it."""
         hvd, members = self.module(), self.members
         if members.process_set_id is None:
             raise ConfigError(
@@ -252,7 +252,7 @@ class Horovod(Job):
         return members
 
     def is_alone(self, process_set: ProcessSet | None = None) -> bool | None:
-        """Whether this process exchanges nothing (one rank, or not in the set); None before ``hvd.init()``."""
+        """Return whether this process exchanges nothing: one rank, or not in the set. None before ``hvd.init()``."""
         job = self.of(process_set)
         if not self.module(initialized=False).is_initialized():
             return None
@@ -262,21 +262,21 @@ class Horovod(Job):
 
     @override
     def gather(self, value: object, question: str) -> list[Any]:
-        # One line per rank: Horovod joins arrays of different lengths, and JSON has no line ends of its own.
+        # One line per rank: Horovod joins arrays of different lengths, and JSON texts contain no line ends.
         line = np.frombuffer((json.dumps(value) + "\n").encode(), np.uint8).copy()
         lines = self.gather_bytes(line, f"dgc.{self.members.process_set_id}.{question}")
         return [json.loads(text) for text in lines.tobytes().decode().splitlines()]
 
     def unique_name(self, prefix: str) -> str:
         """Return a prefix of tensor names that nothing else in the job uses. Collective."""
-        # The members may have counted differently in other process sets; the largest number is new to all of them.
+        # Other process sets may have made the members count differently; the largest number is new to all of them.
         numbers = self.gather(next(_instances), f"{prefix}.number")
         return f"{prefix}.{self.members.process_set_id}.{max(numbers)}"
 
     @override
     def make_transport(self, choice: str | Collectives = "auto") -> Transport:
         if not isinstance(choice, str):
-            # This needs no Horovod, so that a test can bring its own ranks.
+            # This needs no Horovod, so that a test can use its own ranks.
             if isinstance(choice, Collectives):
                 return as_transport(choice)
             with errors_on_all_ranks(self):
@@ -302,7 +302,7 @@ class Horovod(Job):
         raise ConfigError(f"op={given} cannot be combined with gradient compression; use hvd.Average or hvd.Sum")
 
     def reduce_op(self, op: object) -> object:
-        """Return Horovod's constant for "average" or "sum"; anything else as it is."""
+        """Return Horovod's constant for "average" or "sum"; return other values unchanged."""
         if not isinstance(op, str):
             return op
         hvd = self.module(initialized=False)
@@ -336,9 +336,9 @@ def _let_children_end(hvd: ModuleType) -> None:
 def _plain_end() -> Callable[[], None] | None:
     """Return a function that lets a child end without its parent's destructors; None without C's ``on_exit``.
 
-    ``exit()`` runs handlers and destructors in reverse order. So the child's handlers run before the destructors that
-    it inherits: one closes the C library's files, as ``exit()`` does in the end, the other calls ``_exit()``. Both are
-    C functions, because Python has ended by then; they ignore the arguments of a handler.
+    ``exit()`` runs handlers and destructors in reverse order, so two handlers of the child run before the destructors
+    that it inherits. The first closes the C library's files, as ``exit()`` does at its end; the second calls
+    ``_exit()``. Both are C functions, because Python has ended by then. They ignore the arguments of a handler.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -356,14 +356,14 @@ def _plain_end() -> Callable[[], None] | None:
 
 
 def same_set(one: ProcessSet | None, other: ProcessSet | None) -> bool:
-    """Whether two process sets are the same: Horovod gives each set a number."""
+    """Return whether two process sets are the same. Horovod gives each set a number."""
     if one is None or other is None:
         return one is other
     return one is other or (one.process_set_id is not None and one.process_set_id == other.process_set_id)
 
 
 def check_placeholder(value: float, *, op: str, size: int) -> None:
-    """Check what Horovod made of a 1.0 from every rank: it shows another op, and ranks that have joined."""
+    """Check the sum or mean that Horovod made of a 1.0 from every rank. It reveals another op and joined ranks."""
     expected = float(size) if op == "sum" else 1.0
     if abs(value - expected) < 1e-3:
         return

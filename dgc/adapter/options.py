@@ -1,4 +1,4 @@
-"""What the constructors of ``Compression`` take beside the core's options, and how a declared constructor is called."""
+"""The options of ``Compression``'s constructors that only adapters need, and how a declared constructor is called."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Options that concern one rank's surroundings, not the mathematics that all ranks must share."""
+    """Options about a rank's surroundings. They are not part of the mathematics, which all ranks must share."""
 
     # What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or torch.distributed.
     transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport = "auto"
-    # By what the loss is multiplied: a number, a function that returns it, or the framework's loss scaler.
+    # The factor of the loss: a number, a function that returns it, or the framework's loss scaler.
     loss_scale: Any = 1.0
     # Horovod's process set of the ranks that exchange; None: all ranks.
     process_set: ProcessSet | None = None
 
 
 class SupportsCompress(Protocol):
-    """What ``compression=`` takes: a compressor of this package, or one of Horovod's."""
+    """The interface of a value of ``compression=``: a compressor of this package, or one of Horovod's."""
 
     def compress(self, tensor: Any) -> Any:
-        """Return what is sent, and what :meth:`decompress` needs."""
+        """Return the tensor to send, and a context for :meth:`decompress`."""
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """Return the gradient."""
 
 
-# Horovod's own compressors are classes, which are not called.
+# Horovod's own compressors are classes that are passed without being called.
 Compressing = SupportsCompress | type[SupportsCompress] | None
 
 
 def refused_uncalled(make: Function) -> Function:
-    """Let a constructor that Horovod's own wrapper got without parentheses say so in the first step."""
+    """Give a constructor a ``compress`` that raises an error, for scripts that pass it without parentheses."""
 
     def compress(*_: object) -> NoReturn:
         raise no_compressor(make)
@@ -56,7 +56,7 @@ def refused_uncalled(make: Function) -> Function:
 
 
 def by_name(function: Function) -> Function:
-    """Make a declared constructor call ``_make`` with its own name and the arguments given, without defaults."""
+    """Make a declared constructor call ``_make`` with its own name and the given arguments, without defaults."""
 
     @functools.wraps(function)
     def make(self: Any, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``DGCMomentum`` in every framework: Paddle's arguments, regularizers, errors and state, with Paddle's names.
+"""The parts of Paddle's ``DGCMomentum`` that all frameworks share: arguments, regularizers, errors and state.
 
 Source: PaddlePaddle 1.6, ``fluid.optimizer.DGCMomentumOptimizer``.
 """
@@ -47,7 +47,7 @@ class ArgumentError(ConfigError, AssertionError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise an ArgumentError unless a condition holds."""
+    """Raise an ArgumentError unless the condition holds."""
     if not condition:
         raise ArgumentError(message)
 
@@ -76,7 +76,7 @@ Regularizer = L1Decay | L2Decay | None
 
 
 def check_regularizer(value: Any, what: str) -> Regularizer:
-    """Return a value that must be a regularizer or None."""
+    """Return ``value``; raise an error unless it is a regularizer or None."""
     require(
         value is None or isinstance(value, (L1Decay, L2Decay)),
         f"{what} is {value!r}; allowed: None, L1Decay(coefficient) or L2Decay(coefficient)",
@@ -103,10 +103,10 @@ def coefficients(regularizer: Regularizer) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PaddleOptions:
-    """Paddle's arguments, checked.
+    """The checked arguments of ``DGCMomentum``.
 
-    Not Paddle's are ``dtypes`` (the types that are compressed), ``exclude`` (name patterns of tensors that never are)
-    and ``codecs`` (some of :data:`CODEC_OPTIONS`).
+    Three of them do not exist in Paddle: ``dtypes`` (the types that are compressed), ``exclude`` (name patterns of
+    tensors that are never compressed) and ``codecs`` (values of :data:`CODEC_OPTIONS`).
     """
 
     learning_rate: Any
@@ -125,11 +125,11 @@ class PaddleOptions:
     codecs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check all that needs no other rank.
+        """Check everything that needs no other rank.
 
         Raises:
-            ArgumentError: (an AssertionError and a ValueError) for a value on which Paddle has an assertion.
-            ConfigError: (a ValueError) for any other value out of range.
+            ArgumentError: (an AssertionError and a ValueError) Paddle has an assertion about this value.
+            ConfigError: (a ValueError) another value is out of range.
             TypeError: ``rampup_begin_step`` is missing, or ``codecs`` has an unknown option.
         """
         for option in fields(self):
@@ -139,7 +139,7 @@ class PaddleOptions:
         if isinstance(self.learning_rate, int) and not isinstance(self.learning_rate, bool):
             object.__setattr__(self, "learning_rate", float(self.learning_rate))
         if isinstance(self.use_nesterov, int) and self.use_nesterov in (0, 1):
-            object.__setattr__(self, "use_nesterov", bool(self.use_nesterov))  # Paddle takes 0 and 1, too
+            object.__setattr__(self, "use_nesterov", bool(self.use_nesterov))  # Paddle accepts 0 and 1, too
         require_flag("use_nesterov", self.use_nesterov)
         rate, begin, ranks = self.learning_rate, self.rampup_begin_step, self.num_trainers
         require(rate is not None, "learning_rate is None; give the step size, such as 0.1")
@@ -162,13 +162,13 @@ class PaddleOptions:
         self.to_config([])
 
     def core_options(self, parameters: Sequence[Parameter]) -> dict[str, Any]:
-        """Return the options with which ``Compression.dgc`` treats these parameters as Paddle does, but for momentum.
+        """Return the options with which ``Compression.dgc`` treats these parameters as Paddle does, except momentum.
 
-        The core keeps all 1-D tensors dense and ignores types. Paddle's rules for both become patterns of names.
+        The core compresses no 1-D tensors and ignores types. Paddle's rules for both become name patterns.
         """
         if unknown := [name for name in self.codecs if name not in CODEC_OPTIONS]:
             known = ", ".join(CODEC_OPTIONS)
-            advice = PADDLE_NAMES.get(unknown[0], f"besides Paddle's it takes {known}")
+            advice = PADDLE_NAMES.get(unknown[0], f"besides Paddle's options it takes {known}")
             raise TypeError(f"DGCMomentum got an unknown option {unknown[0]!r}; {advice}")
         large = [p for p in parameters if p.numel >= max(1, self.min_numel)]
         compressed = [p.name for p in large if p.dtype in self.dtypes]
@@ -185,13 +185,13 @@ class PaddleOptions:
         )
 
     def to_config(self, parameters: Sequence[Parameter]) -> DGCConfig:
-        """Return the options with which the core treats these parameters as Paddle does."""
+        """Return the config with which the core treats these parameters as Paddle does."""
         decay = max(coefficients(self.regularization))
         own = dict(momentum=self.momentum, nesterov=self.use_nesterov, weight_decay=decay)
         return make_config({**own, **self.core_options(parameters)}, owner="DGCMomentum")
 
     def check_rate_is_number(self) -> None:
-        """Require a number: PyTorch's schedulers change one."""
+        """Require that the learning rate is a number, because PyTorch's schedulers change it."""
         try:
             number = float(self.learning_rate)  # a tensor, too
         except (TypeError, ValueError):
@@ -209,14 +209,14 @@ class PaddleOptions:
 
 
 def one_rate(learning_rate: Any, lr: Any) -> Any:
-    """Return the learning rate, which has two names."""
+    """Return the learning rate, which may be given under two names."""
     if learning_rate is not None and lr is not None:
         raise ConfigError("learning_rate and lr mean the same; give one of them")
     return learning_rate if lr is None else lr
 
 
 def require_parameters(params: object) -> None:
-    """Refuse Paddle's arguments without ``params`` before them."""
+    """Refuse arguments in Paddle's order, which has no ``params`` in the first place."""
     if params is None or isinstance(params, (int, float)):
         raise TypeError(
             "params is missing: the first argument is what to train, such as model.named_parameters() (Paddle's "
@@ -225,7 +225,7 @@ def require_parameters(params: object) -> None:
 
 
 def warn_of_one_process() -> None:
-    """Warn where Paddle raises "DGC is not useful", so that a script can be tried out without a launcher."""
+    """Warn about one process. Paddle raises "DGC is not useful"; a warning lets users try a script on one process."""
     warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=4)
 
 
@@ -235,7 +235,7 @@ def _literally(name: str) -> str:
 
 
 class ExchangeMethods:
-    """Mixed into an optimizer: methods of its compressor."""
+    """A mixin that gives an optimizer the methods of its compressor."""
 
     compression: CompressorBase[Any]
 
@@ -253,7 +253,7 @@ class ExchangeMethods:
         return self.compression.on_step(observer)
 
     def reset(self) -> None:
-        """Forget momentum, residuals, the step and the statistics; call it on all ranks."""
+        """Forget momentum, residuals, the step and the statistics. Call it on all ranks."""
         self.compression.reset()
 
     def close(self) -> None:
@@ -265,12 +265,12 @@ class ExchangeMethods:
 
 
 class StateError(LayoutError, AssertionError):
-    """A state dict that does not fit; Paddle refuses it with an ``AssertionError``."""
+    """A state dict does not fit. Paddle refuses it with an ``AssertionError``."""
 
 
 @contextlib.contextmanager
 def as_state_error() -> Iterator[None]:
-    """Turn the core's LayoutError about a state into a StateError."""
+    """Turn a LayoutError about a state into a StateError."""
     try:
         yield
     except StateError:
@@ -280,7 +280,6 @@ def as_state_error() -> Iterator[None]:
 
 
 def require_keys(saved: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Require keys of a state."""
     for key in keys:
         if key not in saved:
             raise StateError(f"the state has no {key!r}; it was not made by DGCMomentum's state_dict()")

@@ -128,8 +128,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
                 A number: groups of this many neighbouring ranks do.
             transport: What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or
                 torch.distributed.
-            loss_scale: By what the loss is multiplied: a number, a function that returns it, or the framework's loss
-                scaler.
+            loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.
             process_set: Horovod's process set of the ranks that exchange; None: all ranks.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The choice of a Horovod job's transport: ranks tell each other what they asked for and what they can use."""
+"""Choose a Horovod job's transport: the ranks tell each other what they asked for and what they can use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dgc.transport.mpi import MPITransport, import_mpi, why_unusable
 
 CHOICES = ("auto", "mpi", "horovod")
 
-Gather = Callable[[Any, str], list[Any]]  # (value, question) -> the small values of all ranks in rank order
+Gather = Callable[[Any, str], list[Any]]  # (value, question) -> every rank's small value, in rank order
 _QUESTION = "transport.choice"
 
 
 def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod: Callable[[], Transport]) -> Transport:
     """Make the transport for a group of ranks. Collective.
 
-    All ranks decide from the same answers, so that no rank waits in one library for ranks that wait in another.
+    All ranks decide from the same answers. Otherwise one rank could wait in one library, and another rank in another.
 
     Args:
         choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi if
@@ -30,7 +30,7 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
         gather: asks all ranks of the group.
         make_horovod: makes the framework's Horovod transport for the group.
     """
-    # MPI is looked for only where it may be used, because importing mpi4py has side effects.
+    # Look for MPI only if it may be used, because importing mpi4py has side effects.
     refusal = None if choice not in ("auto", "mpi") else _why_not_mpi(hvd)
     answers = _ask({"rank": hvd.rank(), "choice": choice, "refusal": refusal}, gather)
     if choice == "horovod":
@@ -41,7 +41,7 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
         return MPITransport(expect_rank=hvd.rank(), expect_size=hvd.size(), ranks=ranks)
     if choice == "mpi":
         raise TransportError(f'transport="mpi" cannot be used. {refusal}. transport="auto" or "horovod" works here.')
-    # Under Gloo Horovod's collectives are the right choice; under MPI they cost speed, which nobody would notice.
+    # Under Gloo Horovod's collectives are the right choice. Under MPI they are slower, and nobody would notice.
     if hvd.mpi_enabled() and answers[0]["rank"] == hvd.rank():
         warn_once(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {refusal}")
     return make_horovod()
@@ -53,13 +53,13 @@ def require_no_choice(rank: int, gather: Gather) -> None:
 
 
 def tell_no_choice(error: Exception, rank: int, gather: Gather) -> None:
-    """Tell the ranks in :func:`choose_transport` or :func:`require_no_choice` why this one fails. Collective."""
+    """Send an error to the ranks in :func:`choose_transport` or :func:`require_no_choice`. Collective."""
     own = {"rank": rank, "choice": None, "refusal": None}
     report(error, lambda described: gather({**own, "error": described}, _QUESTION))
 
 
 def _ask(own: dict[str, Any], gather: Gather) -> list[dict[str, Any]]:
-    """Return the answers of all ranks, whose choices must be known and equal."""
+    """Return the answers of all ranks; raise an error unless their choices are known and equal."""
     try:
         answers = gather(own, _QUESTION)
     except TransportError as error:
@@ -91,7 +91,7 @@ def _require_known_choice(answers: list[dict[str, Any]]) -> None:
 
 
 def _why_not_mpi(hvd: ModuleType) -> str | None:
-    """Return why this rank cannot use mpi4py beside Horovod, or None. Local: no communication."""
+    """Return why this rank cannot use mpi4py beside Horovod; None if it can. Ask no other rank."""
     if not hvd.mpi_built():
         return "Horovod was built without MPI"
     if not hvd.mpi_enabled():

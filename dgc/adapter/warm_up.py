@@ -1,4 +1,4 @@
-"""Warm-up: two ranks of threads exchange small tensors before the first step, which compiles all that steps need."""
+"""Warm-up before the first step: two threads act as ranks and exchange small tensors, which compiles all kernels."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from dgc.transport.local import run_ranks
 Chosen = TypeVar("Chosen")
 
 _SHAPES = {"matrix": (400, 400), "small": (64,)}  # the matrix is large enough for several threads
-_STEPS = 3  # the first one may be dense, the second has no thresholds yet
+_STEPS = 3  # the first step may be dense, the second one has no thresholds yet
 
-_warm: set[DGCConfig] = set()  # options that were compiled in this process
+_warm: set[DGCConfig] = set()  # options whose kernels were compiled in this process
 
 
 def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callable[[Chosen], Kernels]) -> Chosen:
-    """Compile all that steps with these options need, and return what ``choose`` returned.
+    """Call ``choose``, compile everything that steps with these options need, and return the result of ``choose``.
 
-    ``kernels_of`` takes the kernels out of that. Local: no communication. The processes of a host share the work and
-    wait for each other; see :func:`dgc.core.kernels.compile.compiling`.
+    ``kernels_of`` takes the kernels out of that result. The processes of a host share the work and wait for each other;
+    see :func:`dgc.core.kernels.compile.compiling`. There is no other communication.
     """
-    from dgc.core.kernels.compile import BusyError, compiling  # which loads Numba
+    from dgc.core.kernels.compile import BusyError, compiling  # this import loads Numba
 
     if compressor_class(config.algorithm).number not in OWN_NUMBERS:
-        # A registered compressor is not called before the first step; the kernels that it shares are compiled.
+        # A user's compressor is not called before the first step; compile the kernels that it shares with dgc.
         config = dataclasses.replace(config, algorithm="dgc", own=None)
     small = _of_small_tensors(config)
     known = small in _warm
@@ -66,7 +66,7 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
 
 
 def _of_small_tensors(config: DGCConfig) -> DGCConfig:
-    """Return options with which :data:`_STEPS` steps of :data:`_SHAPES` meet all that a longer training meets."""
+    """Return options with which a few steps of small tensors run all code that a real training runs."""
     return dataclasses.replace(
         config,
         momentum=config.momentum or 0.9,
@@ -98,7 +98,7 @@ def _run_steps(config: DGCConfig, kernels: Kernels) -> None:
 
 
 def compile_all() -> str:
-    """Compile what all compressors and codecs need with default options; return the folder of the kernels."""
+    """Compile the kernels of all compressors and codecs with default options; return the kernels' folder."""
     from dgc.core.kernels import choose_kernels
     from dgc.core.kernels.compile import cache_directory
 
