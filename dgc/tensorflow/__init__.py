@@ -40,7 +40,7 @@ __all__ += paddle.__all__
 
 
 def __getattr__(name: str) -> Any:
-    # These are Keras optimizers, and Keras takes a second to import.
+    # These are Keras optimizers, and importing Keras takes a second.
     if name in ("DGCMomentum", "DGCMomentumOptimizer", "DistributedOptimizer"):
         return getattr(importlib.import_module("dgc.tensorflow.keras"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Taking momentum and Nesterov of SGD, and Adam's first moment, over into the compressor: nothing is applied twice.
+"""Move SGD's momentum or Adam's first moment from the optimizer into the compressor, so that it is applied once.
 
 Keras' velocity contains the learning rate: ``m <- mu*m - lr*g``. With ``u = -m/lr`` this is the core's
-``u <- mu*u + g`` as long as lr stays; when lr changes, u must be multiplied by lr_old/lr_new. Keras' ``weight_decay``
-is decoupled from the gradient and stays in the optimizer.
+``u <- mu*u + g``, as long as lr is constant. When lr changes, u must be multiplied by lr_old/lr_new. Keras'
+``weight_decay`` is decoupled from the gradient and stays in the optimizer.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ Optimizer: TypeAlias = "tf.keras.optimizers.Optimizer"
 
 KERAS3, LEGACY = "keras", "tf_keras"
 
+# Classes of Keras 3 whose first moment is a running mean of gradients.
 KIN = ("Adam", "AdamW", "Nadam", "Adamax")
-"""Classes of Keras 3 whose first moment is a running mean of gradients."""
 
 
 class Taken(float):
-    """The momentum of an SGD whose own one the compressor applies: 0, and no number that a user would assign."""
+    """A zero that replaces an SGD's momentum while the compressor applies it. It differs from a zero of the user."""
 
 
+# Methods of either Keras through which gradients pass on their way into the variables.
 _UPDATES = (
     "apply_gradients",
     "apply",
@@ -45,19 +46,18 @@ _UPDATES = (
     "_internal_apply_gradients",
     "_clip_gradients",
 )
-"""Methods that gradients pass through on their way into the variables, of either Keras."""
+# Packages whose SGD, and whose wrappers of it, do nothing else with gradients.
 _KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
-"""Packages whose updates by SGD, and by what wraps it, are known to do nothing else with gradients."""
 
+# Options with which Keras' optimizers clip gradients or add them up, before momentum.
 _BEFORE_MOMENTUM = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps")
-"""Options by which Keras' optimizers clip gradients or add them up, before momentum."""
 
 
 def family(optimizer: object) -> str | None:
-    """Which library an optimizer belongs to, without importing any of them; None if it is no optimizer.
+    """Return the library that an optimizer belongs to, without importing it; None if the object is no optimizer.
 
     Raises:
-        ConfigError: it is one of ``tf_keras.optimizers.legacy``.
+        ConfigError: the optimizer is from ``tf_keras.optimizers.legacy``.
     """
     for cls in type(optimizer).__mro__:
         module, name = cls.__module__, cls.__name__
@@ -75,32 +75,32 @@ def family(optimizer: object) -> str | None:
 
 
 def learning_rate(optimizer: Optimizer) -> Any:
-    """The learning rate that ``optimizer`` will apply in the step under way: a number or a tensor."""
+    """Return the learning rate that ``optimizer`` will apply in the current step: a number or a tensor."""
     if family(optimizer) == LEGACY:
-        # Its `learning_rate` is the one of the step before when it follows a schedule.
+        # With a schedule, its `learning_rate` still belongs to the previous step.
         rate = optimizer._learning_rate
         return rate(optimizer.iterations) if callable(rate) and not isinstance(rate, tf.Variable) else rate
     return optimizer.learning_rate
 
 
 def without_loss_scale(optimizer: Optimizer) -> Any:
-    """The optimizer inside Keras' LossScaleOptimizer, or the optimizer itself."""
+    """Return the optimizer inside Keras' LossScaleOptimizer, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def optimizer_variables(optimizer: Optimizer | None) -> list[Any]:
-    """All variables of an optimizer, the learning rate among them, which legacy Keras does not list."""
-    family(optimizer)  # refuses those whose variables are a method
+    """Return all variables of an optimizer, also the learning rate, which legacy Keras does not list."""
+    family(optimizer)  # refuses legacy optimizers, whose `variables` is a method
     listed = list(getattr(optimizer, "variables", []))
     rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
     return [*listed, rate] if isinstance(raw_variable(rate), tf.Variable) else listed
 
 
 def before_momentum(optimizer: Optimizer) -> str | None:
-    """The option by which a Keras optimizer clips or adds up what it is given, as the user wrote it; None without."""
+    """Return the option with which a Keras optimizer clips or adds up gradients, as "name=value"; None without one."""
     for name in _BEFORE_MOMENTUM:
         value = getattr(optimizer, name, None)
-        # Keras takes a threshold of 0 for none, and any type that it can compare.
+        # In Keras a threshold of 0 means none, and a threshold may have any type that can be compared.
         if value is not None and _is_positive(value):
             return f"{name}={value}"
     return None
@@ -115,26 +115,26 @@ def _is_positive(value: Any) -> bool:
 
 
 def is_sgd(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's momentum is one that the compressor can apply."""
+    """Return whether the optimizer is an SGD, whose momentum the compressor can apply."""
     return is_keras(optimizer, "SGD")
 
 
 def is_keras(optimizer: Optimizer, name: str) -> bool:
-    """Whether the optimizer is of this class of either Keras, or of one derived from it."""
+    """Return whether the optimizer is of the class ``name`` of either Keras, or of a subclass."""
     return any(
         c.__module__.partition(".")[0] in ("keras", "tf_keras") and c.__name__ == name for c in type(optimizer).__mro__
     )
 
 
 def own_update(optimizer: Optimizer) -> str | None:
-    """Name the user's code that may change gradients before they update variables; None: there is none.
+    """Return the name of a user's method that may change gradients before they update variables; None without one.
 
-    A method of a subclass or of this one optimizer.
+    It may be a method of a subclass, or an attribute of this optimizer.
     """
     for owner in (optimizer, *type(optimizer).__mro__):
         for name in _UPDATES:
             method = getattr(owner, "__dict__", {}).get(name)
-            method = getattr(method, "func", method)  # of a functools.partial
+            method = getattr(method, "func", method)  # the function in a functools.partial
             if method is not None and str(getattr(method, "__module__", None)).partition(".")[0] not in _KNOWN_UPDATES:
                 cls = owner if isinstance(owner, type) else type(optimizer)
                 return f"{cls.__name__}.{name}()"
@@ -142,31 +142,31 @@ def own_update(optimizer: Optimizer) -> str | None:
 
 
 def get_momentum(optimizer: Optimizer) -> tuple[float, bool]:
-    """Momentum and Nesterov that an SGD holds: 0, as :class:`Taken`, where it was cleared."""
+    """Return an SGD's momentum and Nesterov. The momentum is 0 after :func:`clear_momentum`."""
     with tf.init_scope():
         return float(optimizer.momentum), bool(optimizer.nesterov)
 
 
 def is_cleared(optimizer: Optimizer) -> bool:
-    """Whether :func:`clear_momentum` was called for this SGD, and no momentum was assigned since."""
+    """Return whether :func:`clear_momentum` was called for this SGD, and no momentum was assigned since then."""
     return isinstance(optimizer.momentum, Taken)
 
 
 def clear_momentum(optimizer: Optimizer) -> None:
-    """Make an SGD apply no momentum; its ``nesterov``, which has no effect then, stays.
+    """Make an SGD apply no momentum. Its ``nesterov`` stays, and has no effect.
 
-    It no longer writes into its momentum slots either: at a momentum of 0 some go on keeping their last update there,
-    which would be loaded with the model as a dense run's momentum.
+    The SGD also stops writing into its momentum slots. At a momentum of 0, ``tf_keras`` would keep its last update
+    there, and a model loaded later would take that for a dense run's momentum.
     """
     optimizer.momentum = Taken()
     if family(optimizer) == LEGACY:
-        # An instance's method: a class of its own would be saved with the model, and loaded without us.
+        # Set on the instance: a new class would be saved with the model, and could not be loaded without dgc.
         optimizer.update_step = functools.partial(_update_without_slots, optimizer)
 
 
 def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Variable) -> None:
-    """A ``tf_keras`` SGD's own update where it finds no slots, which it can do without."""
-    attributes = vars(optimizer)  # TensorFlow must not track the placeholder
+    """Run the update of a ``tf_keras`` SGD, but hide its slots, so that it works without them."""
+    attributes = vars(optimizer)  # not setattr(): TensorFlow must not track the placeholder
     slots = attributes["momentums"]
     attributes["momentums"] = collections.defaultdict(lambda: None)
     try:
@@ -176,7 +176,7 @@ def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Vari
 
 
 def restore_momentum(optimizer: Optimizer, momentum: float) -> None:
-    """Give an SGD the momentum back that :func:`clear_momentum` took, with slots for it if it was built meanwhile."""
+    """Give an SGD the momentum back that :func:`clear_momentum` took. Make slots if it was built in the meantime."""
     vars(optimizer).pop("update_step", None)
     optimizer.momentum = momentum
     if family(optimizer) == KERAS3 and momentum and optimizer.built:
@@ -184,14 +184,14 @@ def restore_momentum(optimizer: Optimizer, momentum: float) -> None:
 
 
 def make_slots(optimizer: Optimizer) -> None:
-    """Make the momentum slots of a built SGD of Keras 3, which has none where its momentum was taken."""
+    """Make the momentum slots of a built SGD of Keras 3, which made none if its momentum was taken before."""
     if not getattr(optimizer, "momentums", None):
         with tf.init_scope():
             optimizer.momentums = optimizer.add_optimizer_variables(optimizer._trainable_variables, "momentum")
 
 
 def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    """Make the slots for which ``tf.train.Checkpoint`` holds values that it has not found a place for yet."""
+    """Make an SGD's momentum slots if ``tf.train.Checkpoint`` holds values that wait for them."""
     awaited = getattr(optimizer._variables, "_deferred_dependencies", {})
     if not any(name.isdigit() and found for name, found in awaited.items()):
         return
@@ -202,7 +202,7 @@ def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
 
 
 def momentum_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
-    """Return the variables in which an SGD keeps the velocities of ``variables``; None for those without one."""
+    """Return, for each of ``variables``, the variable in which an SGD keeps its velocity, or None."""
     raws, slots = [raw_variable(v) for v in variables], getattr(optimizer, "momentums", None) or []
     if family(optimizer) == KERAS3:
         return slots_of(optimizer, slots, raws)
@@ -211,30 +211,31 @@ def momentum_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> list[
 
 
 def slots_of(optimizer: Optimizer, slots: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
-    """Return those slots of an optimizer of Keras 3 that belong to ``variables``; None for those without one."""
+    """Return, for each of ``variables``, its slot in an optimizer of Keras 3, or None."""
     known = {id(raw_variable(v)): slot for v, slot in zip(optimizer._trainable_variables, slots, strict=False)}
     return [raw_variable(known.get(id(raw_variable(v)))) for v in variables]
 
 
+# Loads u of a variable: (place in the group, (numel,) values, the learning rate that the values contain).
 Absorb = Callable[[int, np.ndarray, "float | None"], None]
-"""Takes u of a variable: (place in the group, (numel,) values, the learning rate that they are in units of)."""
 
 
 class FirstMoment:
-    """The first moment of Keras 3's Adam and its kin, which is the compressor's from the first selection of entries on.
+    """The first moment of Keras 3's Adam and its relatives. The compressor applies it once entries are selected.
 
-    Until then every step is Adam's own. A traced step reads ``beta_1`` from a variable that stands in the optimizer's
-    attribute, and which the exchange sets to 0 before the update of the first step in which entries are selected. What
-    u is from then on: see :mod:`dgc.core.config`.
+    Until then every step is Adam's own. The optimizer's attribute ``beta_1`` holds a variable, which a traced step
+    reads. The exchange sets it to 0 before the update of the first step in which entries are selected. For the meaning
+    of u from then on see :mod:`dgc.core.config`.
 
     Attributes:
-        beta1: the user's.
-        is_taken: whether the compressor has the moment in this step.
-        earlier_steps: that the optimizer had made before the compressor's first one; None before that.
+        beta1: the user's beta1.
+        is_taken: whether the compressor applies the moment in this step.
+        earlier_steps: the number of steps that the optimizer had made before the compressor's first one; None before
+            that step.
     """
 
     def __init__(self, optimizer: Any, nesterov: bool) -> None:
-        """Put a variable in the place of the optimizer's beta_1, which holds the same."""
+        """Replace the optimizer's beta_1 by a variable of the same value."""
         self._optimizer, self._nesterov = optimizer, nesterov
         self.is_taken, self.beta1 = False, float(optimizer.beta_1)
         self._former = self.beta1
@@ -244,36 +245,36 @@ class FirstMoment:
         self.follow()
 
     def follow(self) -> None:
-        """Follow a beta_1 that was assigned since the last step."""
-        attributes = vars(self._optimizer)  # Keras would save the variable with the model
+        """Take over a beta_1 that the user has assigned since the last step."""
+        attributes = vars(self._optimizer)  # not setattr(): Keras would save the variable with the model
         if attributes["beta_1"] is not self._variable:
             self.beta1 = float(attributes["beta_1"])
             attributes["beta_1"] = self._variable
 
     def give_back(self) -> None:
-        """Let the optimizer have its beta_1, and its first moment, for good."""
+        """Give the optimizer its beta_1, and so its first moment, back for good."""
         vars(self._optimizer)["beta_1"] = self.beta1
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's ``get_config()`` with the user's beta_1."""
+        """Return ``config``, the optimizer's configuration, with the user's beta_1."""
         return {**config, "beta_1": self.beta1} if config.get("beta_1") is self._variable else config
 
     def begin(self, hyper: Hyper, steps: int, scale: Callable[[float], None], *, selects: bool) -> None:
         """Set the options of all variables for a step.
 
-        ``steps`` is the number that the compressor has made; ``scale`` multiplies u; ``selects`` says whether this step
-        selects entries.
+        ``steps`` is the number of steps that the compressor has made, ``scale`` multiplies u by a factor, ``selects``
+        says whether this step selects entries.
         """
         made, count = steps + (self.earlier_steps or 0), len(hyper.momentum)
         if self.is_taken and made and self.beta1 != self._former:
-            scale((1.0 - self._former**made) / (1.0 - self.beta1**made))  # Adam's correction goes by the new beta_1
+            scale((1.0 - self._former**made) / (1.0 - self.beta1**made))  # Adam's bias correction uses the new beta_1
         self.is_taken, self._former = selects, self.beta1
         momentum, gain = running_mean(self.beta1, 1 + made) if self.is_taken else (0.0, 1.0)
         hyper.momentum[:], hyper.gain[:] = [momentum] * count, [gain] * count
         hyper.nesterov[:] = [self._nesterov] * count
 
     def absorb(self, variables: Sequence[Variable], steps: int, absorb: Absorb) -> None:
-        """Make the moments of ``steps`` dense steps u, bias corrected, in the first one that selects entries."""
+        """Turn Adam's moments after ``steps`` dense steps into u, bias corrected, when selection begins."""
         made = steps + (self.earlier_steps or 0)
         slots = getattr(self._optimizer, "_momentums", getattr(self._optimizer, "_m", None))
         if not (self.is_taken and made and slots):
@@ -284,8 +285,8 @@ class FirstMoment:
                 absorb(place, values.reshape(-1) / values.dtype.type(1.0 - self.beta1**made), None)
 
     def assign(self, verdict: tf.Tensor) -> None:
-        """Let the optimizer see its beta_1, now or in the graph being built, after the exchange with this verdict."""
-        value = functools.partial(_value, weakref.ref(self))  # what a graph calls is never dropped
+        """Set the optimizer's beta_1 after the exchange that returns ``verdict``: now, or in the graph being built."""
+        value = functools.partial(_value, weakref.ref(self))  # TensorFlow never drops a function that a graph calls
         if tf.executing_eagerly():
             self._variable.assign(value())
             return
@@ -300,25 +301,25 @@ def _value(reference: weakref.ref[FirstMoment], *_: object) -> np.float32:
 
 
 class Adoption:
-    """Momentum SGD's options, taken from an optimizer or given to the compressor.
+    """The momentum options of one compressor: taken from an optimizer, or given to the compressor.
 
     Attributes:
         hyper: the options by variable index, as the core uses them.
         optimizer: the user's optimizer or None.
-        active: whether anything is taken from the optimizer at all.
-        left_for: the option that clips or adds up, or the user's method, for whose sake momentum stays in the
-            optimizer; None if it does not.
-        moment: Adam's first moment, where that is the compressor's once entries are selected; else None.
+        active: whether the optimizer's momentum may be taken.
+        left_for: why momentum stays in the optimizer: an option that clips or adds up gradients, or a user's method;
+            None if it does not stay.
+        moment: Adam's first moment, if the compressor applies it once entries are selected; else None.
         is_loss_scaled: whether a LossScaleOptimizer was given.
-        taken: whether momentum was adopted, whatever it is now.
-        momentum, nesterov: what was adopted; 0 and False if nothing.
+        taken: whether a momentum was taken, even if it is 0 now.
+        momentum, nesterov: the options that were taken; 0 and False if none were.
     """
 
     def __init__(self, optimizer: Optimizer | None, config: DGCConfig) -> None:
-        """Take the momentum out of ``optimizer``, before it has made slots for it if possible.
+        """Take the momentum out of ``optimizer``, if possible before it has made slots for it.
 
-        An optimizer that clips or adds up gradients, or whose class has an update of the user's own, keeps its
-        momentum, since the exchange would return a velocity. The compressor then does plain error feedback.
+        With momentum taken, the exchange returns velocities. So an optimizer that clips or adds up gradients, or that
+        has an update method of the user, keeps its momentum, and the compressor does plain error feedback.
         """
         self.is_loss_scaled = without_loss_scale(optimizer) is not optimizer
         self.optimizer = optimizer = without_loss_scale(optimizer)
@@ -331,7 +332,7 @@ class Adoption:
         found = before_momentum(optimizer) or own
         if self.active and found and get_momentum(optimizer)[0]:
             self.active, self.left_for = False, found
-        self.active = self.active and not own  # nor is a momentum taken that is assigned later
+        self.active = self.active and not own  # a momentum that is assigned later is not taken either
         self.moment: FirstMoment | None = None
         if config.momentum is None and family(optimizer) == KERAS3 and any(is_keras(optimizer, name) for name in KIN):
             if not found:
@@ -351,21 +352,24 @@ class Adoption:
         warn_of_first_moment(type(optimizer).__name__, getattr(optimizer, "beta_1", None), config.momentum)
 
     def learning_rate(self, optimizer: Optimizer | None = None) -> tf.Tensor | float | None:
-        """The learning rate of the step under way; None where it is not known. Horovod may step with a copy."""
+        """Return the current step's learning rate; None if it is not known.
+
+        ``optimizer`` is the one that steps, if that is Horovod's copy.
+        """
         return None if self.optimizer is None else learning_rate(optimizer or self.optimizer)
 
     @property
     def steps(self) -> int:
-        """How many the optimizer has made; 0 where it does not count them."""
+        """The number of steps that the optimizer has made; 0 without an optimizer."""
         if self.optimizer is None:
             return 0
         with tf.init_scope():
             return int(np.asarray(raw_variable(self.optimizer.iterations)))
 
     def take(self) -> None:
-        """Move the momentum that the optimizer holds now into the compressor; does nothing when there is none.
+        """Move the optimizer's momentum, if it holds one, into the compressor.
 
-        In every step: what the user assigns in mid-training is followed, 0 included.
+        This is done in every step, because a user may assign another momentum, or 0, during training.
         """
         if self.moment is not None:
             self.moment.follow()
@@ -376,8 +380,8 @@ class Adoption:
             raise ConfigError(
                 f"the optimizer's {found} comes before momentum, and would act on the velocity that the compressor "
                 "makes: leave momentum to the optimizer (set the option before the compressor is built, or pass "
-                "momentum=0 to the compressor); or clip with the compressor's local_grad_clip_norm, and accumulate by "
-                "backward_passes_per_step of the distributed optimizer"
+                "momentum=0 to the compressor); or clip with the compressor's local_grad_clip_norm, and accumulate "
+                "with backward_passes_per_step of the distributed optimizer"
             )
         if momentum and own and not self.active:
             raise ConfigError(
@@ -398,7 +402,7 @@ class Adoption:
         self._keep_config()
 
     def give_back(self) -> None:
-        """Give the optimizer back what was taken from it, and take nothing more."""
+        """Give the optimizer its momentum back, and take nothing any more."""
         if self.moment is not None:
             self.moment.give_back()
         if self.taken:
@@ -408,7 +412,7 @@ class Adoption:
         self.active, self.taken, self.moment = False, False, None
 
     def follow(self, optimizer: Optimizer | None) -> None:
-        """Take the momentum of Horovod's copy of the optimizer, which is the one that steps."""
+        """Take the momentum of Horovod's copy of the optimizer, because the copy is what steps."""
         copy = without_loss_scale(optimizer)
         if self.taken and copy is not self.optimizer and is_sgd(copy):
             clear_momentum(copy)
@@ -420,17 +424,17 @@ class Adoption:
         config = self._config
         momentum = self.momentum if self.active else config.momentum or 0.0
         if self.taken and not momentum and family(self.optimizer) == LEGACY:
-            momentum = NO_MEMORY  # its slots take the last update in, which a later momentum goes on from
+            momentum = NO_MEMORY  # as tf_keras at momentum 0: u keeps the last update, from which momentum may go on
         nesterov = config.nesterov if config.nesterov is not None else self.nesterov
         decay = config.weight_decay or 0.0
         self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [decay] * count, [1.0] * count)
 
     def decayed(self, index: int, variable: Variable) -> tf.Tensor:
-        """The factor of weight decay: the variable's values."""
+        """Return the tensor that weight decay multiplies: the variable's values."""
         return raw_variable(variable)
 
     def absorb_slots(self, variables: Sequence[Variable], all_variables: Sequence[Variable], absorb: Absorb) -> bool:
-        """Turn the momentum slots that a dense run has left in the optimizer into u, and empty them."""
+        """Move the momentum slots of a dense run from the optimizer into u; return whether there were any."""
         found = False
         if not (self.active and self.momentum):
             return found
@@ -449,31 +453,31 @@ class Adoption:
         return found
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's ``get_config()`` with what was taken put back, as a dense run would have saved it."""
+        """Return ``config``, the optimizer's configuration, with the user's momentum, as in a dense run."""
         if self.moment is not None:
             return self.moment.config(config)
-        # A momentum that was assigned since the last step, by a schedule perhaps, is in the optimizer.
+        # If the user, or a schedule, has assigned a momentum since the last step, the optimizer holds it.
         is_here = self.taken and is_cleared(self.optimizer) and "momentum" in config
         return {**config, "momentum": self.momentum} if is_here else config
 
     def _keep_config(self) -> None:
-        """Let the optimizer's configuration hold the user's own momentum."""
-        # An instance's method: a class of its own would be saved with the model, and loaded without us.
+        """Let the optimizer's ``get_config()`` return the user's momentum."""
+        # Set on the instance: a new class would be saved with the model, and could not be loaded without dgc.
         self.optimizer.get_config = functools.partial(_own_config, self)
 
 
 def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
-    """Refuse or warn of an optimizer that is not sound on gradients of which few entries are sent."""
-    # It divides by the product of two means of squares, each epsilon_1 where a row and a column of a gradient hold
-    # zeros alone; the product must not be 0 in float32.
+    """Refuse an optimizer that fails on gradients with few entries, or warn about it."""
+    # Adafactor divides by the product of two means of squares. Where a row and a column of the gradient hold only
+    # zeros, both means are epsilon_1; their product must not be 0 in float32.
     if optimizer is not None and is_keras(optimizer, "Adafactor") and optimizer.epsilon_1 < 1e-16:
         raise ConfigError(
-            f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients of which few entries are "
-            f"sent, as by {algorithm!r}: give it epsilon_1=1e-12, or take one of those that docs/tuning.md calls sound"
+            f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients with few entries, as "
+            f"{algorithm!r} sends them: give it epsilon_1=1e-12, or take an optimizer that docs/tuning.md calls sound"
         )
     if is_keras(optimizer, "Lion"):
         warnings.warn(
-            f"{algorithm!r} sends few entries, and Lion goes on by the sign of the last one: begin with a tenth "
+            f"{algorithm!r} sends few entries, and Lion keeps moving by the sign of the last one: begin with a tenth "
             "of dense training's learning rate, or take one of the optimizers that docs/tuning.md calls sound",
             RuntimeWarning,
             stacklevel=4,
@@ -485,6 +489,6 @@ def _own_config(adoption: Adoption) -> dict[str, Any]:
 
 
 def is_adaptive(optimizer: Optimizer | None) -> bool:
-    """Whether it divides by a running mean of squares or of magnitudes, as far as Keras' own classes say."""
+    """Return whether it is a class of Keras that divides by a running mean of squares or magnitudes."""
     others = ("Adagrad", "Adadelta", "Adafactor", "RMSprop")
     return optimizer is not None and any(is_keras(optimizer, name) for name in (*KIN, *others))

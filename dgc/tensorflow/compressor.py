@@ -1,4 +1,4 @@
-"""What ``compression=`` takes: ``Compression.dgc(...)`` and the compressors that it makes."""
+"""The values of ``compression=``: ``Compression.dgc(...)`` and the compressors that it makes."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ from dgc.tensorflow.horovod import HOROVOD, HorovodCompressor, ProcessSet, is_al
 from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
 
 _LEFT = (
-    "the optimizer has {0}: its momentum stays in it, so that what it does with gradients comes before momentum as in "
-    "dense training, and the compressor does plain error feedback. For momentum correction {1}"
+    "the optimizer has {0}, which comes before momentum in dense training: so momentum stays in the optimizer, and the "
+    "compressor does plain error feedback. For momentum correction {1}"
 )
 _INSTEAD_OF_CLIPPING = "leave the clipping out and pass local_grad_clip_norm= to the compressor"
-_INSTEAD_OF_ADDING = "pass backward_passes_per_step= to the wrapper instead, which also sends the sum alone"
+_INSTEAD_OF_ADDING = "pass backward_passes_per_step= to the wrapper instead, which also sends only the sum"
 _INSTEAD_OF_MOMENTUM = "pass momentum= to the compressor and 0 to the optimizer, if that method may see a velocity"
 
 
 class DGCCompressor(HorovodCompressor):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
-    The wrappers of this package call :func:`dgc.tensorflow.reduce.reduce` once a step. With one process nothing is
-    adopted, and the optimizer keeps its momentum.
+    The wrappers of this package call :meth:`dgc.tensorflow.reduce.Reducer.reduce` once a step. In a job of one process
+    the optimizer keeps its momentum.
     """
 
-    optimizer: Optimizer | None = None
-    """The optimizer that was last given to :meth:`adopt`; None if none was."""
-    _lacks_residuals = False
-    """Whether it was loaded with a model, which was saved where residuals were not empty."""
+    optimizer: Optimizer | None = None  # the latest one given to adopt()
+    _lacks_residuals = False  # whether it came with a loaded model, which was saved without its residuals
 
+    # The variables' names when they were first known. A saved model has them, because loading may rename variables.
     _names: Sequence[str] = ()
-    """The variables' names when they were first known: they go with a saved model, whose loader may rename them."""
 
     def _read_loss_scale(self, value: Any) -> LossScale:
-        if family(value) == KERAS3 and hasattr(value, "initial_scale"):  # it has no scale before build()
+        if family(value) == KERAS3 and hasattr(value, "initial_scale"):  # before build() it has no dynamic_scale
             return lambda: float(value.dynamic_scale if value.built else value.initial_scale)
         for name in ("dynamic_scale", "loss_scale"):
             if hasattr(value, name):
@@ -53,15 +51,15 @@ class DGCCompressor(HorovodCompressor):
         return as_loss_scale(value, "LossScaleOptimizer")
 
     def variable_names(self) -> list[str]:
-        """The names that go with a saved model; empty before :meth:`bind`."""
+        """Return the variables' names, which are saved with a model; empty before :meth:`bind`."""
         return list(self._names if self.engine is None else self.engine.names)
 
     # -- binding -------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer, process_set: ProcessSet | None = None) -> None:
-        """Take the momentum out of the optimizer, before it makes its variables. Local: no communication.
+        """Take the momentum out of the optimizer, before it makes its variables. Asks no other rank.
 
-        After a binding that failed, None stands for the optimizer that got its momentum back.
+        ``optimizer`` may be None after :meth:`bind` has failed: the optimizer from before is meant.
         """
         if self.adoption is not None:
             if optimizer is not None and self.adoption.optimizer is not optimizer:
@@ -83,12 +81,12 @@ class DGCCompressor(HorovodCompressor):
     def bind(
         self, variables: Sequence[Variable], optimizer: Optimizer | None = None, process_set: ProcessSet | None = None
     ) -> None:
-        """Attach to a model's variables; collective over the process set.
+        """Attach the compressor to a model's variables. Collective over the process set.
 
         Args:
             variables: the model's trainable variables.
-            optimizer: whose momentum is adopted, if :meth:`adopt` was not called before.
-            process_set: of the wrapper; None means the option's, or all ranks.
+            optimizer: the optimizer whose momentum is taken, if :meth:`adopt` was not called before.
+            process_set: the wrapper's process set; None means that of the option, or all ranks.
         """
         if self.is_bound:
             if self.engine is not None:
@@ -112,7 +110,7 @@ class DGCCompressor(HorovodCompressor):
             warn_of_thin_updates(type(own).__name__, self.config)
         if self.engine is None and len(self._names) != len(variables):
             self._names = unique_names(variables)
-        for variable in variables[:1]:  # a model holds the compressor that was bound to it last: no graph does
+        for variable in variables[:1]:  # the model must keep its compressor alive, because graphs do not
             raw_variable(variable)._dgc_compressor = self
 
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
@@ -132,19 +130,19 @@ class DGCCompressor(HorovodCompressor):
             adoption.give_back()
 
     def close(self) -> None:
-        """End the communication threads, and give the optimizer its momentum back for dense training."""
+        """End the communication thread, and give the optimizer its momentum back for dense training."""
         super().close()
         if self.adoption is not None:
             self.adoption.give_back()
 
 
 class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCompressor]):
-    """Values of ``compression=``.
+    """The values of ``compression=``.
 
-    A compressor's first argument is ``model.trainable_variables`` of a built model. Momentum and Nesterov are taken out
-    of an SGD; Keras' ``weight_decay`` is decoupled from the gradient and stays in the optimizer. A tape does not know
-    its optimizer, so for a tape ``optimizer`` is given without variables. ``loss_scale`` takes a LossScaleOptimizer,
-    too.
+    The first argument of a compressor's constructor is ``model.trainable_variables`` of a built model. Momentum and
+    Nesterov are taken from an SGD. Keras' ``weight_decay`` is decoupled from the gradient and stays in the optimizer. A
+    tape does not know its optimizer, so for a tape give ``optimizer`` without variables. ``loss_scale`` also accepts a
+    LossScaleOptimizer.
     """
 
     def _make(

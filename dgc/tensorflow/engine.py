@@ -1,6 +1,6 @@
-"""One model's variables on one rank, bound to an exchange of the core.
+"""The engine of the TensorFlow adapter: one model's variables on one rank, and the core's exchange of them.
 
-Every variable has one index: its place among the variables that the compressor was built for.
+A variable's index is its place among the variables that the compressor was built for.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from dgc.tensorflow.tensors import (
     warn_of_copies,
 )
 
+# Together with ``JOINED``: a callback has ended the sender's ``fit()``. In PyTorch the flag has another meaning.
 ENDED = Flags.BY_TRAINING
-"""With ``JOINED``: a callback has ended the sender's ``fit()``. (PyTorch's meaning of the flag has no use here.)"""
 
 
 class Group:
-    """An exchange of the core over those of a model's variables that had gradients in the first step.
+    """The variables of a model that had gradients in the first step, and the core's exchange of them.
 
     Attributes:
         indices: places of the group's variables in the model.
@@ -64,7 +64,7 @@ class Group:
         transport: Transport,
         loss_scale: LossScale,
     ) -> None:
-        """Allocate the state. All ranks must have agreed on the variables before."""
+        """Allocate the state. All ranks must have agreed on the variables."""
         self.indices = tuple(indices)
         self._places = {index: place for place, index in enumerate(self.indices)}
         self.names = [p.name for p in layout.parameters]
@@ -76,8 +76,7 @@ class Group:
         self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
         self._variables = list(variables)
         self._runs = 0
-        self.rate: float | None = None
-        """The learning rate that u is in units of, where the adopted velocity contains one."""
+        self.rate: float | None = None  # the learning rate that u contains, if the adopted velocity contains one
 
     def run(
         self,
@@ -90,23 +89,27 @@ class Group:
         follows: bool,
         joins: int = 0,
     ) -> tuple[list[np.ndarray], int]:
-        """Exchange one step; returns results in the variables' shapes, float32 or float64, and APPLY or REFUSED.
+        """Exchange one step; return results in the variables' shapes, float32 or float64, and APPLY or REFUSED.
 
-        ``indices`` are the variables with a gradient, ascending; the others stay as they are, on all ranks. Of these
-        are the parameters' values, or nothing where no weight decay needs them. ``hyper`` has the options of all of the
-        model. The ranks must share the learning rate; ``follows`` says whether the adopted velocity contains it.
-        ``joins`` are flags of a rank that takes part without data.
+        Args:
+            indices: the variables that have a gradient, ascending; the others do not change, on all ranks.
+            gradients: of these variables.
+            parameters: the values of these variables; empty if no weight decay needs them.
+            hyper: the options of all variables of the model.
+            learning_rate: the same on all ranks.
+            follows: whether the adopted velocity contains the learning rate.
+            joins: flags of a rank that takes part without data.
         """
         self._count_run()
         given = [self._places[i] for i in indices]
         absent = sorted(set(range(len(self.indices))).difference(given))
-        # The ranks compare these numbers in every step, so that a variable which some of them leave out is an error.
+        # The ranks compare these numbers in every step, so a variable that only some of them leave out is an error.
         compared = () if learning_rate is None else (learning_rate,)
         hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
         if learning_rate is not None and follows:
             self.follow(learning_rate)
-        # Keras' velocity takes in lr * g. At a rate of 0 that is nothing, and no variable moves by what is sent:
-        # momentum and residuals stay as they are.
+        # Keras adds lr * g to its velocity. At a learning rate of 0 it adds nothing, and no variable moves by the
+        # results: momentum and residuals must not change either.
         before = self.exchange.state.copy() if learning_rate == 0.0 and follows else None
         for place in absent:
             hyper.weight_decay[place] = 0.0
@@ -138,20 +141,20 @@ class Group:
         return results, REFUSED if refused else APPLY
 
     def fail(self, error: DGCError) -> NoReturn:
-        """Raise ``error`` here and its text on all other ranks, which are in the same step or will come to it."""
+        """Raise ``error`` here and its text on all other ranks, which are in the same step or will enter it."""
         try:
-            self._count_run()  # that is what the others do next
+            self._count_run()  # the other ranks do this next
         except DGCError as other:
             raise error from other
         self.exchange.fail(error)
 
     def absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
-        """Take over a momentum buffer of a dense run, of the variable ``place`` of the group, in units of the rate."""
+        """Load a dense run's momentum buffer, which contains ``learning_rate``, for the group's variable ``place``."""
         self.exchange.state.absorb_momentum(place, u)
         self.rate = learning_rate
 
     def use(self, layout: Layout) -> None:
-        """Go on with another layout of the same variables, without any state."""
+        """Continue with another layout of the same variables, and with empty state."""
         if layout != self.exchange.layout:
             before, kernels = self.exchange, choose_kernels("cpu")
             before.close()
@@ -160,41 +163,45 @@ class Group:
             self.names = [p.name for p in layout.parameters]
 
     def compare_again(self) -> None:
-        """Compare the ranks' variables once more before the next exchange; call it on all ranks."""
+        """Compare the ranks' variables again before the next exchange. Call it on all ranks."""
         self._runs = min(self._runs, 1)
 
     def forget(self) -> None:
-        """Empty residuals and momentum; the schedule and the statistics go on."""
+        """Empty residuals and momentum; keep the schedule and the statistics."""
         for bucket in self.exchange.state.buckets:
             bucket.u.fill(0)
             bucket.v.fill(0)
             bucket.clear_error()
 
     def release(self) -> None:
-        """Give back the memory of a group that is closed."""
+        """Free the memory of a closed group."""
         self._pool = ResultPool([], [])
         for bucket in self.exchange.state.buckets:
             bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
             bucket.error = bucket.error[:0].copy()
 
     def _require_all_ended(self) -> None:
-        """Raise on all ranks where a callback has ended ``fit()`` on some of them."""
+        """Raise an error on all ranks if a callback has ended ``fit()`` on only some of them."""
         ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & ENDED)
         if 0 < len(ended) < self.exchange.transport.size:
             raise ConfigError(
-                f"a callback has ended fit() on rank {ended[0]} while others train on: it (EarlyStopping, say) must "
-                "see the same values on all ranks; place MetricAverageCallback before it in the list of callbacks"
+                f"a callback has ended fit() on rank {ended[0]} while others still train: a callback such as "
+                "EarlyStopping must see the same values on all ranks; place MetricAverageCallback before it in the "
+                "list of callbacks"
             )
 
     def _count_run(self) -> None:
-        """Compare the replicas before the second run: Keras broadcasts an unbuilt model after its first step."""
+        """Count a step, and compare the replicas before the second step.
+
+        Not before the first one, because Keras broadcasts an unbuilt model after it.
+        """
         if self._runs == 1:
             require_replicas(
                 self.exchange.transport.whole,
                 {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
                 "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add dgc.callbacks."
                 "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
-                tolerance=1e-6,  # unlike machines may round the first step differently
+                tolerance=1e-6,  # different processors may round the first step differently
             )
         self._runs += 1
 
@@ -204,30 +211,29 @@ class Group:
             bucket.u *= bucket.u.dtype.type(factor)
 
     def follow(self, learning_rate: float) -> None:
-        """Multiply u by lr_old/lr_new. A learning rate of 0 leaves u alone: nothing moves in such a step."""
+        """Multiply u by lr_old/lr_new, unless the learning rate is 0: then nothing moves in this step."""
         if self.rate is not None and learning_rate not in (0.0, self.rate):
             self.scale_momentum(self.rate / learning_rate)
         if learning_rate or self.rate is None:
             self.rate = learning_rate
 
 
-DENSE, NONE = "dense", "none"
-"""The kinds of gradient that a variable may have."""
+DENSE, NONE = "dense", "none"  # the kinds of gradient that a variable may have
 
 
 class Engine(EngineBase):
     """Variables, adopted momentum, and the exchange of one compressor. Construction is collective.
 
     Attributes:
-        variables: those that the compressor was built for, in registration order.
+        variables: the variables that the compressor was built for, in registration order.
         group: the variables that are exchanged; None before the first step.
-        kinds: of each variable's gradient: DENSE or NONE; None before the first step.
+        kinds: DENSE or NONE for each variable's gradient; None before the first step.
     """
 
     what = "variables"
     advice = (
-        "Build the same model and optimizer on every rank. Keras numbers models and layers as they are made: make as "
-        "many on every rank, or give them names."
+        "Build the same model and optimizer on every rank. Keras numbers models and layers in the order of their "
+        "creation: create the same ones on every rank, or give them names."
     )
     adoption: Adoption
 
@@ -241,7 +247,7 @@ class Engine(EngineBase):
         lacks_residuals: bool = False,
         names: Sequence[str] = (),
     ) -> None:
-        """Agree with the other ranks. ``names``: of a saved model's variables, which a loader may have renamed."""
+        """Agree with the other ranks. ``names`` are the names in a saved model; loading may have renamed variables."""
         super().__init__(config, transport)
         self.variables = [raw_variable(v) for v in variables]
         self.adoption = adoption
@@ -270,11 +276,11 @@ class Engine(EngineBase):
     # -- which gradients there are -------------------------------------------------------------------------------
 
     def indices(self, variables: Sequence[Variable]) -> list[int]:
-        """Indices of variables."""
+        """Return the variables' indices; fail on all ranks if one is not of this model."""
         foreign = next((v for v in variables if id(raw_variable(v)) not in self._index), None)
         if foreign is not None:
             wrong = (
-                f"{getattr(foreign, 'name', '?')!r} is no variable of the model that this compressor was built for; "
+                f"{getattr(foreign, 'name', '?')!r} is not a variable of the model that this compressor was built for; "
                 "residuals cannot be shared: build one compressor for each model and optimizer, and a new one when "
                 "variables are added"
             )
@@ -284,11 +290,14 @@ class Engine(EngineBase):
     def begin(
         self, variables: Sequence[Variable], gradients: Sequence[Any], *, converts: bool = True
     ) -> tuple[list[int], list[Any]]:
-        """Begin a step or its graph: follow the momentum, and fix with all ranks which variables have gradients.
+        """Begin a step or its graph: take the momentum, and agree with all ranks which variables have gradients.
 
-        After the first step kinds of gradients are only compared with it; dense ones may stay away, on all ranks.
-        Returns the variables' indices, and the gradients: sparse ones of variables that are sent dense have become
-        tensors where the caller ``converts`` them.
+        Later steps only compare the kinds of gradients with the first step. A dense gradient may be missing, if it is
+        missing on all ranks.
+
+        Returns:
+            The variables' indices, and the gradients. If ``converts``, sparse gradients of variables that are sent
+            dense have become tensors.
         """
         self.require_open("gradient() or apply_gradients()")
         indices, gradients = self.indices(variables), list(gradients)
@@ -301,7 +310,7 @@ class Engine(EngineBase):
                 wrong = (
                     f"{self.names[index]!r} has sparse gradients (tf.IndexedSlices), which are not compressed: give "
                     "sparse_as_dense=True to the wrapper of dgc.tensorflow, or name the variable in exclude= of the "
-                    "compressor (it is then sent dense)"
+                    "compressor, which then sends it dense"
                 )
                 self.fail_in_step(ConfigError(wrong))
             gradients[i] = tf.convert_to_tensor(gradient)
@@ -317,21 +326,21 @@ class Engine(EngineBase):
             self.kinds = tuple(kinds)
             if (moment := self.adoption.moment) is not None:
                 moment.earlier_steps = self.adoption.steps if moment.earlier_steps is None else moment.earlier_steps
-            # Now: a graph may count the step before it exchanges the gradients.
+            # Read here, because a graph may count the step before it exchanges the gradients.
             self._left_at = 0 if self._exchange is not None and self._exchange.state.step else self.adoption.steps
         still_some = DENSE in kinds or DENSE not in self.kinds
         for name, before, now in zip(self.names, self.kinds, kinds, strict=True):
             if before != now and not (before == DENSE and now == NONE and still_some):
                 error = (
                     f"the gradient of {name!r} was {before!r} in the first step and is {now!r} now; the set of "
-                    "gradients may not grow, nor become empty: build a new compressor"
+                    "gradients must not grow or become empty: build a new compressor"
                 )
                 self.fail(LayoutError(error))
         self._dense = {i for i, kind in enumerate(kinds) if kind == DENSE}
         return indices, gradients
 
     def take_momentum(self) -> None:
-        """Follow the momentum that the user gave the optimizer since the last step, and after a reset its slots."""
+        """Take a momentum that the user has assigned since the last step, and after a reset the slots."""
         try:
             self.adoption.take()
             if self._has_loaded:
@@ -341,7 +350,7 @@ class Engine(EngineBase):
             self.fail_in_step(error)
 
     def follow_moment(self, group: Group) -> None:
-        """Before a step of a group: take the first moment over, once entries are selected."""
+        """Set the options for a step of a group whose first moment the compressor may apply."""
         if (moment := self.adoption.moment) is None:
             return
         first, steps = group.exchange.selects_from, group.exchange.state.step
@@ -351,7 +360,7 @@ class Engine(EngineBase):
             moment.absorb([self.variables[i] for i in group.indices], steps, group.absorb)
 
     def group_of(self, indices: Sequence[int]) -> Group:
-        """The group of these variables and of those that have no gradient now; the first call makes it."""
+        """Return the group, which must have these variables plus those without a gradient. The first call makes it."""
         if self.group is None:
             variables, layout = [self.variables[i] for i in indices], self._layout_of(indices)
             self.group = Group(indices, layout, variables, self._config, self.between, self._loss_scale)
@@ -374,14 +383,14 @@ class Engine(EngineBase):
         learning_rate: float | None,
         parameters: Sequence[np.ndarray],
     ) -> tuple[list[np.ndarray], int]:
-        """Exchange one step of these variables: see :meth:`dgc.tensorflow.engine.Group.run`."""
+        """Exchange one step of these variables: see :meth:`Group.run`."""
         self.require_open("gradient() or apply_gradients()")
-        self.take_momentum()  # a graph is not traced anew when the user assigns another one
+        self.take_momentum()  # here, because a graph is not traced again when the user assigns another momentum
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.taken
         group = self.group
-        assert group is not None, "it was made when the graph was"
+        assert group is not None, "it was made with the graph"
         self.follow_moment(group)
         made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
         if self.observers:
@@ -395,9 +404,9 @@ class Engine(EngineBase):
         raise error
 
     def fail_in_step(self, error: DGCError) -> NoReturn:
-        """:meth:`fail` within a step, the first one included."""
+        """Raise ``error`` on all ranks, which are in the same step. Unlike :meth:`fail`, it works in the first step."""
         if self.kinds is None:
-            tell_error(self.transport, error)  # they are in :meth:`begin`
+            tell_error(self.transport, error)  # the other ranks are in begin()
             raise error
         self.fail(error)
 
@@ -415,13 +424,12 @@ class Engine(EngineBase):
         unknown = [name for name in saved["parameters"] if name not in names]
         if unknown:
             raise LayoutError(
-                f"the saved compressor state has a variable {unknown[0]!r} that the model has not; it belongs to "
-                "another model: build the compressor for the model that was saved, or call reset() to begin with empty "
-                "residuals"
+                f"the saved compressor state has a variable {unknown[0]!r}, and the model has none of this name: build "
+                "the compressor for the model that was saved, or call reset() to begin with empty residuals"
             )
         if self._has_loaded:
             self._absorb_slots()
-        self._has_loaded = False  # no later look at the slots shall replace what is loaded now
+        self._has_loaded = False  # the optimizer's slots must not replace the loaded state later
         if saved.get("kinds"):
             self.kinds = tuple(saved["kinds"])
         if self.adoption.moment is not None:
@@ -435,16 +443,16 @@ class Engine(EngineBase):
         self.layout = self._layout_of(range(len(self.variables)))
 
     def remember(self) -> None:
-        """Note a few values of every variable, for :meth:`was_changed`."""
+        """Remember a few values of every variable for :meth:`was_changed`."""
         self._seen = [samples(v) for v in self.variables]
 
     def was_changed(self) -> bool:
-        """Whether this rank's variables are others than at :meth:`remember`, which is forgotten."""
+        """Return whether this rank's variables have changed since :meth:`remember`; forget the remembered values."""
         before, self._seen = self._seen, []
         return any((a != samples(v)).any() for a, v in zip(before, self.variables, strict=False))
 
     def begin_anew(self, forget: bool) -> None:
-        """Go on with variables that were broadcast, on all ranks; ``forget`` the state of a run that was left."""
+        """Continue with variables that were broadcast. Call it on all ranks; ``forget`` empties the state."""
         if self.group is None:
             return
         if forget:
@@ -454,15 +462,15 @@ class Engine(EngineBase):
         self.group.compare_again()
 
     def close(self, keep_transport: bool = False) -> None:
-        """End the communication threads and give the memory back; what is still known are options and statistics."""
+        """End the communication thread and free the memory. Options and statistics stay."""
         super().close(keep_transport)
         if self.group is not None:
             self.group.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state."""
+        """Return this rank's state."""
         if self._is_closed:
-            raise LayoutError("the compressor was closed, and has kept no residuals: take its state before close()")
+            raise LayoutError("the compressor was closed and has no residuals any more: take its state before close()")
         return super().state_dict()
 
     def _clear(self) -> None:
@@ -471,7 +479,7 @@ class Engine(EngineBase):
             self.adoption.moment.earlier_steps = self.adoption.steps
         if self.group is not None:
             self.group.rate = None
-        # A model of another moment was loaded perhaps, with a dense run's slots in its optimizer.
+        # Another model may have been loaded, with a dense run's slots in its optimizer.
         self._has_loaded = True
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -488,7 +496,7 @@ class Engine(EngineBase):
             self.layout = layout
 
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Call the variables as the state does, in the same order: Keras renames a loaded model's, and keys stay so."""
+        """Give the variables their names in the state, because Keras renames a loaded model's variables."""
         names = list(saved.get("names", self.names))
         if names == self.names or len(names) != len(self.names):
             return saved
@@ -499,7 +507,7 @@ class Engine(EngineBase):
         return saved
 
     def _resolve_patterns(self, *all_names: Sequence[str]) -> None:
-        """Find the variables that the options name, under any of their names. Rank 0 warns of a pattern without one."""
+        """Find the variables that the options name, under any of their names. Rank 0 warns if there are none."""
         self._named: dict[str, dict[str, set[int]]] = {
             option: {p: {i for names in all_names for i, n in enumerate(names) if fnmatchcase(n, p)} for p in patterns}
             for option, patterns in (("include", self._config.include), ("exclude", self._config.exclude))
@@ -510,7 +518,7 @@ class Engine(EngineBase):
                 warn_of_unmatched(option, found, known, "variable")
 
     def _call(self, names: Sequence[str]) -> None:
-        """Give the variables other names; the options go on with the variables that they have named."""
+        """Give the variables other names. The options still apply to the same variables."""
         self.names = list(names)
         include, exclude = (
             tuple(glob.escape(names[i]) for i in sorted(set().union(*found.values()))) for found in self._named.values()
@@ -523,7 +531,7 @@ class Engine(EngineBase):
             self._has_slots |= self.adoption.absorb_slots(members, self.variables, self.group.absorb)
 
     def _warn_of_loss(self) -> None:
-        """Warn of what a model that was loaded without the compressor's state does not hold."""
+        """Warn about momentum and residuals that are lost if a model was loaded without its compressor's state."""
         steps, self._left_at = self._left_at, 0
         lost = ["momentum"] if any(self.adoption.hyper.momentum) and not self._has_slots else []
         lost += ["what was not sent yet"] if self._lacks_residuals else []
@@ -531,8 +539,8 @@ class Engine(EngineBase):
             warnings.warn(
                 f"the model goes on after {steps} steps, but nothing was loaded into the compressor, which holds "
                 f"momentum and residuals: {' and '.join(lost)} is lost. "
-                "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model; in a loop of your own "
-                "state_dict() and load_state_dict() of the compressor, on every rank",
+                "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model; in your own loop call "
+                "the compressor's state_dict() and load_state_dict() on every rank",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,9 +1,9 @@
-"""Horovod for TensorFlow: its module, a transport of its collectives, and its own tape and optimizers.
+"""Horovod for TensorFlow: its module, a transport over its collectives, and support for its own tape and optimizers.
 
-The last part holds all that Horovod's own classes need, and the only look into Python frames. Horovod calls
-``compress``, its own allreduce and ``decompress`` for one variable after the other; with ``groups=1``, which is
-required here, for all together. The first ``decompress`` crosses to the core with the gradients of all variables.
-``compress`` gets a gradient without its variable, so the frames above it are searched for Horovod's two lists.
+The last part is for Horovod's own tape and optimizers. They call ``compress``, Horovod's allreduce and ``decompress``
+for each variable. ``groups=1`` is required, so that all calls of ``compress`` come before the first ``decompress``,
+which exchanges the gradients of all variables. ``compress`` gets a gradient without its variable. So it searches the
+Python frames above it for Horovod's lists of variables and gradients; nothing else looks into frames.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from horovod.tensorflow import ProcessSet as ProcessSet
 else:
     ProcessSet = object
-ReduceOp: TypeAlias = "int | str"
-"""A constant of Horovod's, or its name."""
+ReduceOp: TypeAlias = "int | str"  # Horovod's constant, or its name
 
 
 class TensorFlowHorovod(Horovod):
@@ -64,8 +63,8 @@ class TensorFlowHorovod(Horovod):
 def _collective(
     what: str, function: Callable[..., tf.Tensor], array: np.ndarray, name: str, process_set: ProcessSet, **options: Any
 ) -> np.ndarray:
-    """The result of one of Horovod's collectives, run eagerly, also while a graph is being built."""
-    # CPU tensors: a NCCL build must not take bytes that live in host memory to a GPU. init_scope leaves a trace.
+    """Run one of Horovod's collectives eagerly, also while a graph is being built, and return its result."""
+    # On the CPU, because a build with NCCL must not move bytes to a GPU. init_scope leaves the graph being built.
     with tf.init_scope(), tf.device("/cpu:0"):
         try:
             given = tf.constant(array)
@@ -80,10 +79,10 @@ is_alone = HOROVOD.is_alone
 
 
 class HorovodTransport(LibraryTransport):
-    """Collectives of ``horovod.tensorflow``, called as single eager operations.
+    """A transport over the collectives of ``horovod.tensorflow``, called as eager operations.
 
-    An eager operation runs on the thread that calls it, so it does not need a free thread of TensorFlow's pool, all of
-    which may be waiting for this very exchange. One call takes about 3 ms, most of it Horovod's cycle time.
+    An eager operation runs on the calling thread. So it needs no thread of TensorFlow's pool, whose threads may all be
+    waiting for this exchange. One call takes about 3 ms, most of it Horovod's cycle time.
     """
 
     name, shut_down = "horovod", SHUT_DOWN
@@ -113,18 +112,18 @@ class HorovodTransport(LibraryTransport):
 
 
 class CommonNames:
-    """Names of collectives that all ranks give to the same variable, by the order of first use.
+    """Names of collectives that are the same on all ranks: numbers in the order in which variables are first used.
 
-    Keras counts layers as they are made, so that one rank's names differ where it has built another model before.
+    Keras' own names contain counters, which differ on a rank that has built another model before.
     """
 
     def __init__(self, kind: str) -> None:
-        """Local: no communication. ``kind`` is the kind of collective, a part of its name."""
+        """``kind`` becomes a part of the names."""
         self._kind, self._prefix = kind, ""
         self._known: dict[int, tuple[str, Any]] = {}
 
     def of(self, variable: tf.Variable, process_set: ProcessSet) -> str:
-        """The name for a variable, which is held; the first call is collective over ``process_set``."""
+        """Return the name for a variable, and keep the variable alive. The first call is collective."""
         if not self._prefix:
             self._prefix = HOROVOD.of(process_set).unique_name(f"dgc.{self._kind}")
         name, _ = self._known.setdefault(id(variable), (f"{self._prefix}.{len(self._known)}", variable))
@@ -132,14 +131,14 @@ class CommonNames:
 
 
 def gather_slices(slices: tf.IndexedSlices, name: str, process_set: ProcessSet, *, is_sum: bool) -> tf.IndexedSlices:
-    """All ranks' slices, divided by their number unless they are to be summed.
+    """Return all ranks' slices, divided by the number of ranks unless ``is_sum``.
 
-    Horovod's allreduce does the same, under names that differ between ranks where Keras' do.
+    Horovod's allreduce does the same, but it uses Keras' names, which may differ between ranks.
     """
     hvd = import_horovod()
     options = {"process_set": process_set, "ignore_name_scope": True}
     kind = slices.values.dtype
-    given = tf.cast(slices.values, tf.float32) if kind == tf.bfloat16 else slices.values  # Horovod has no kernel for it
+    given = tf.cast(slices.values, tf.float32) if kind == tf.bfloat16 else slices.values  # Horovod lacks a kernel
     values = hvd.allgather(given, name=f"{name}.values", **options)
     indices = hvd.allgather(slices.indices, name=f"{name}.indices", **options)
     if not is_sum:
@@ -148,9 +147,9 @@ def gather_slices(slices: tf.IndexedSlices, name: str, process_set: ProcessSet, 
 
 
 def broadcast_in_order(variables: Sequence[tf.Variable], root_rank: int, process_set: ProcessSet | None) -> None:
-    """Overwrite variables with those of one rank. Collective.
+    """Overwrite variables with the values of rank ``root_rank``. Collective.
 
-    They are sent by place: Keras numbers its optimizers, so names differ where one rank has made more of them.
+    Variables are matched by their place in the list, because Keras' names contain counters that may differ.
     """
     hvd = import_horovod()
     process_set = process_set or hvd.global_process_set
@@ -160,28 +159,29 @@ def broadcast_in_order(variables: Sequence[tf.Variable], root_rank: int, process
     seen = np.asarray(hvd.allgather(own, name="dgc.broadcast", process_set=process_set))
     if (seen != seen[0]).any():
         raise LayoutError(
-            f"the model's and the optimizer's variables differ between ranks: {seen[:, 0].tolist()} of them, or other "
-            "shapes or types; build the same model and optimizer on every rank, and load a saved one on all or on none"
+            f"the model's and the optimizer's variables differ between ranks: their numbers are {seen[:, 0].tolist()}, "
+            "or shapes or types differ; build the same model and optimizer on every rank, and load a saved one on all "
+            "ranks or on none"
         )
     for place, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable)
-        kind = tf.float32 if value.dtype == tf.bfloat16 else value.dtype  # Horovod knows no bfloat16 there
+        kind = tf.float32 if value.dtype == tf.bfloat16 else value.dtype  # Horovod cannot broadcast bfloat16
         name = f"dgc.broadcast.{place}"
         sent = hvd.broadcast(tf.cast(value, kind), root_rank, name=name, process_set=process_set)
         variable.assign(tf.cast(sent, value.dtype))
 
 
+# The number of values of a variable that are compared in each step: Horovod may run a graph for another model whose
+# variables have the same shapes.
 _PROBED = 16
-"""Values of a variable that are compared in each step: Horovod uses a graph again for another model with variables of
-the same shapes."""
 
+# Attributes of Horovod's tapes, optimizers and helpers that hold local variables.
 _LOCAL = ("_local_sources", "_local_vars")
-"""Attributes with the local variables, of Horovod's tapes, optimizers and helpers that add up passes."""
 
 
 @dataclass
 class Pending:
-    """A gradient between ``compress`` and ``decompress``."""
+    """A gradient that ``compress`` has got and ``decompress`` has not returned yet."""
 
     index: int
     gradient: tf.Tensor
@@ -191,7 +191,7 @@ class Pending:
 
 @dataclass
 class _Call:
-    """Horovod's call; variables and gradients are in the same order."""
+    """The arguments of a call inside Horovod; variables and gradients are in the same order."""
 
     variables: list[Variable]
     gradients: list[Any]
@@ -201,10 +201,9 @@ class _Call:
 
 
 class HorovodCompressor(CompressorBase[Engine]):
-    """A compressor as Horovod's own classes use it: ``compress`` and ``decompress`` while they build a graph."""
+    """The part of a compressor that Horovod's own classes call while they build a graph."""
 
-    adoption: Adoption | None = None
-    """Momentum taken from an optimizer; None before :meth:`adopt` and in one process."""
+    adoption: Adoption | None = None  # None before adopt(), and in a job of one process
 
     _job = HOROVOD
     _user: str | None = None
@@ -213,7 +212,10 @@ class HorovodCompressor(CompressorBase[Engine]):
     _turn: tf.Variable | None = None
 
     def claim(self, user: str) -> None:
-        """Remember what uses this compressor: Horovod's own classes, a tape or a distributed optimizer."""
+        """Remember the user of this compressor, and refuse a second one.
+
+        A user is Horovod's own classes, a tape or a distributed optimizer.
+        """
         if self._user not in (None, user):
             raise ConfigError(
                 f"this compressor is used by {self._user} and by {user} at the same time; gradients would be exchanged "
@@ -228,8 +230,8 @@ class HorovodCompressor(CompressorBase[Engine]):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor | None = None) -> tuple[tf.Tensor, Pending | None]:
-        """Remember a gradient; Horovod reduces a placeholder of one element."""
-        if tensor is None:  # Horovod was given the class
+        """Remember a gradient, and return a placeholder of one element for Horovod to reduce."""
+        if tensor is None:  # the script gave Horovod the class instead of a compressor
             raise no_compressor(HorovodCompressor)
         engine = self._exchanging(
             "variables: pass model.trainable_variables of a built model and optimizer=, or use the wrappers of "
@@ -247,15 +249,15 @@ class HorovodCompressor(CompressorBase[Engine]):
         place = next((i for i, g in enumerate(call.gradients) if g is tensor), None)
         if place is None:
             raise ConfigError(
-                "Horovod passed a gradient of which the compressor cannot tell the variable (sparse_as_dense, "
+                "Horovod passed a gradient, and the compressor cannot find its variable (sparse_as_dense, "
                 "op=Adasum or backward_passes_per_step may have copied it); use the wrappers of dgc.tensorflow"
             )
         engine.adoption.follow(call.optimizer)
         if call.has_local:
             engine.fail_in_step(
                 ConfigError(
-                    "Horovod's local variables do not go together with a compressor, which has the momentum of all: "
-                    "update them by an optimizer of their own, without register_local_source() and "
+                    "Horovod's local variables cannot be combined with a compressor, which has taken the momentum of "
+                    "all variables: update them with an optimizer of their own, without register_local_source() and "
                     "register_local_var()"
                 )
             )
@@ -264,12 +266,12 @@ class HorovodCompressor(CompressorBase[Engine]):
         earlier = bool(self._waiting) and self._waiting[0].gradient.graph is not tensor.graph
         pending = Pending(indices[place], tensor, raw_variable(call.variables[place]))
         self._expected = sum(gradient is not None for gradient in call.gradients)
-        self._waiting = [*(() if earlier else self._waiting), pending]  # an earlier trace was given up half-way
+        self._waiting = [*(() if earlier else self._waiting), pending]  # drop gradients of an unfinished trace
         return tf.ones([1], tf.float32), pending
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor: tf.Tensor, ctx: Pending | None) -> tf.Tensor:
-        """Return the exchanged gradient for the reduced placeholder; the first call crosses for all variables."""
+        """Return the exchanged gradient for a reduced placeholder. The first call exchanges all variables."""
         if ctx is None:
             return tensor
         if ctx.result is None:
@@ -279,17 +281,17 @@ class HorovodCompressor(CompressorBase[Engine]):
         return ctx.result
 
     def __hash__(self) -> int:
-        """By identity. Horovod hashes it to build an optimizer: the moment to refuse one that never calls us."""
+        """Hash by identity. Horovod does this when it builds an optimizer; refuse one that would never exchange."""
         _refuse_horovods_keras3()
         return object.__hash__(self)
 
     def __eq__(self, other: object) -> bool:
-        """By identity."""
+        """Compare by identity."""
         return self is other
 
     def _cross(self, members: Sequence[Pending], placeholder: tf.Tensor) -> None:
         engine = self.engine
-        assert engine is not None, "compress() has refused to be called unbound"
+        assert engine is not None, "compress() refuses an unbound compressor"
         assert self._turn is not None
         indices = [m.index for m in members]
         if len(members) < self._expected:
@@ -304,8 +306,8 @@ class HorovodCompressor(CompressorBase[Engine]):
         values = [m.variable for m in members] if any(engine.adoption.hyper.weight_decay) else []
         step = _step_of(self, indices)
         given = [*(m.gradient for m in members), placeholder, tf.cast(probe, tf.float32)]
-        # TensorFlow orders what changes the same variable, and nothing else: without this, ranks would exchange their
-        # variables in different orders. Horovod's placeholders wait in line as well.
+        # TensorFlow keeps the order only of operations that change the same variable. Without this one, ranks would
+        # exchange their variables in different orders.
         with tf.control_dependencies([self._turn.assign_add(1)]):
             results, _ = cross(step, given, self._rate, values, [m.variable for m in members])
         for member, result in zip(members, results[: len(members)], strict=True):
@@ -313,7 +315,10 @@ class HorovodCompressor(CompressorBase[Engine]):
 
 
 def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
-    """The function that the graph calls in each step; it must not hold the compressor: TensorFlow never drops it."""
+    """Return the function that the graph calls in each step.
+
+    It must not hold the compressor, because TensorFlow never drops the function.
+    """
     reference, count = weakref.ref(compressor), len(indices)
 
     def step(arrays: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
@@ -321,10 +326,10 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
         engine = alive.engine
         assert engine is not None
         *gradients, sum_of_ones, probed = arrays[: count + 2]
-        # Ranks that still train see the same placeholder; one that has joined could not be sent an error.
+        # All ranks that still train see the same placeholder. A rank that has joined could not receive an error.
         check_placeholder(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
         group = engine.group
-        assert group is not None, "it was made when the graph was"
+        assert group is not None, "it was made with the graph"
         own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
         if not np.array_equal(own, probed, equal_nan=True):
             group.fail(
@@ -335,7 +340,7 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
             )
         results, verdict = engine.exchange(indices, gradients, rate, values)
         group.exchange.stats.add_sent(sum_of_ones.nbytes * count)
-        # Horovod's allreduce of a variable has no second output: the placeholders go back as they came.
+        # cross() needs a result for each input, so the placeholder and the probe are returned unchanged.
         return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], verdict
 
     return step
@@ -345,22 +350,22 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
 
 
 def _refuse_horovods_keras3() -> None:
-    """Refuse Horovod's optimizer for Keras 3, which never exchanges anything, and says nothing about it.
+    """Refuse Horovod's optimizer for Keras 3, which never exchanges anything and does not say so.
 
-    Horovod hashes the compressor when it builds an optimizer; there is no later call.
+    Horovod hashes the compressor when it builds an optimizer, and makes no later call.
     """
     for frame in _frames(10):
         owner = frame.f_locals.get("self")
         if owner is not None and _module(frame) == "horovod._keras" and family(owner) == KERAS3:
             raise ConfigError(
                 "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every "
-                "rank would train a model of its own. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, "
+                "rank would train its own model. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, "
                 "compression=...), or set TF_USE_LEGACY_KERAS=1 and use tf_keras"
             )
 
 
 def _horovods_call() -> _Call:
-    """Find Horovod's list of variables and gradients, which it keeps to itself, in the frames above."""
+    """Find Horovod's local lists of variables and gradients in the frames above."""
     pairs = process_set = owner = None
     has_local = False
     for frame in _frames(63):
@@ -378,8 +383,8 @@ def _horovods_call() -> _Call:
             has_local = has_local or any(attributes.get(name) for name in _LOCAL)
     if pairs is None:
         raise ConfigError(
-            "compress() was called by something else than hvd.DistributedGradientTape or hvd.DistributedOptimizer; use "
-            "those, or the wrappers of dgc.tensorflow"
+            "compress() was not called by hvd.DistributedGradientTape or hvd.DistributedOptimizer; use these, or the "
+            "wrappers of dgc.tensorflow"
         )
     return _Call(*pairs, owner, process_set, has_local)
 

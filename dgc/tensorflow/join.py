@@ -1,7 +1,7 @@
 """``dgc.tensorflow.join``: ranks with fewer batches take part in the steps of the others, as with ``hvd.join()``.
 
-A joined rank hands over zeros, so its momentum and residual go on being sent; it updates nothing. Once all ranks have
-joined, that exchange is undone, and all take over what the last one has trained.
+A joined rank gives zeros to the exchange, which still sends its momentum and residual. The rank updates nothing. The
+exchange in which all ranks have joined is undone, and all ranks load the variables of the last rank.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from dgc.tensorflow.tensors import raw_variable
 def join(compression: DGCCompressor) -> int:
     """Take part in the steps of ranks that still train, without data, until all ranks have joined. Collective.
 
-    Afterwards the trained variables and those of the compressor's optimizer are those of the last rank on all ranks;
-    residuals stay each rank's own. Other variables of the model (moving means) are not broadcast.
+    Afterwards all ranks have the last rank's trained variables and optimizer variables. Each rank keeps its own
+    residuals. Other variables of the model, such as moving means, are not broadcast.
 
     Args:
-        compression: with which each rank has made a step of a tape or an optimizer of this package.
+        compression: the compressor. Every rank must have made a step with it, with a tape or an optimizer of this
+            package.
 
     Returns:
-        The rank that joined last (the highest of several), to broadcast from; 0 where this process exchanges nothing.
+        The rank that joined last (the highest if there are several), to broadcast from; 0 in a job of one process.
 
     Raises:
-        ConfigError: no such step, Horovod's own classes, a LossScaleOptimizer, or nodes that
-            send as one.
+        ConfigError: there was no such step; or Horovod's own classes, a LossScaleOptimizer or ``hierarchical`` is used.
         DGCError: this or another rank failed.
 
     Warns:
         RuntimeWarning: the learning rate has changed since this rank joined.
     """
     if not (isinstance(compression, DGCCompressor) and compression.is_bound):
-        raise ConfigError("join() needs a compressor that has exchanged: train one batch or more on every rank before")
+        raise ConfigError("join() needs a compressor that has exchanged: train one batch or more on every rank first")
     engine = compression.engine
     if engine is None:
         return 0
     if compression.serves_horovod or _obstacle(engine):
         engine.fail(
             ConfigError(
-                "join() needs a message from each rank with all gradients of dgc's own tape or optimizer: no "
-                "LossScaleOptimizer or hierarchical=True; give every rank the same number of batches"
+                "join() needs dgc's own tape or optimizer, without LossScaleOptimizer and hierarchical=True; else give "
+                "every rank the same number of batches"
             )
         )
     group = engine.group
     assert group is not None, "it has exchanged"
     last = _follow_until_all_joined(engine, group)
-    compression.generation += 1  # what an accumulation that has not ended has added up
+    compression.generation += 1  # forget an unfinished gradient accumulation
     members = compression.process_set()
     _take_over(engine, group, members, int(members.ranks[last]))
     return int(members.ranks[last])
 
 
 def end_together(engine: Engine) -> None:
-    """Find out whether all ranks end their ``fit()`` here, where a callback ends it on this one. Nothing is changed."""
+    """Raise an error on all ranks if only some of them end ``fit()`` here. Change nothing."""
     if _obstacle(engine):
         return
     group = engine.group
@@ -77,7 +77,7 @@ def end_together(engine: Engine) -> None:
 
 
 def _follow_until_all_joined(engine: Engine, group: Group) -> int:
-    """Returns the rank, within the exchange, that joined last."""
+    """Return which rank of the exchange joined last."""
     exchange, ranks, before = group.exchange, engine.transport.size, set(group.exchange.joined)
     try:
         while True:
@@ -106,7 +106,7 @@ def _obstacle(engine: Engine) -> bool:
 
 
 def _take_over(engine: Engine, group: Group, members: ProcessSet, root: int) -> None:
-    """Overwrite what all ranks share with that of one rank."""
+    """Load all that the ranks share from rank ``root``."""
     exchange, before = group.exchange, group.rate
     momentum = exchange.state.shared_momentum(exchange.schedule.begin)
     rate = tf.Variable(np.nan if before is None else before, dtype=tf.float64)
@@ -116,8 +116,8 @@ def _take_over(engine: Engine, group: Group, members: ProcessSet, root: int) -> 
     now = float(rate.numpy())
     if before is not None and now != before:
         warnings.warn(
-            f"the learning rate went from {before:g} to {now:g} after this rank had joined, whose momentum was "
-            "sent at the former one: change it between join() and the next step",
+            f"the learning rate went from {before:g} to {now:g} after this rank had joined, and its momentum was sent "
+            f"as if the rate were still {before:g}: change the rate between join() and the next step",
             RuntimeWarning,
             stacklevel=3,
         )
