@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from worker_tools import combinations
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
@@ -143,13 +144,26 @@ def results_of(result: Result) -> CaseResults:
 
 def case_kinds(script: Path) -> dict[str, tuple[str, ...]]:
     """A worker's cases and the kinds of ranks each one names, read from its source: importing it might start MPI."""
-    found = {}
-    for node in ast.parse(script.read_text()).body:
+    found: dict[str, tuple[str, ...]] = {}
+    module = ast.parse(script.read_text()).body
+    for node in module:
         for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else []:
-            function, arguments = (mark.func, mark.args) if isinstance(mark, ast.Call) else (mark, [])
-            if isinstance(function, ast.Name) and function.id == "case":
-                found[node.name] = tuple(ast.literal_eval(argument) for argument in arguments)
+            called = mark if isinstance(mark, ast.Call) else ast.Call(mark, [], [])
+            if isinstance(called.func, ast.Name) and called.func.id == "case":
+                kinds = tuple(ast.literal_eval(argument) for argument in called.args)
+                parameters = {str(word.arg): _values(word.value, module) for word in called.keywords}
+                found.update((name, kinds) for name, _ in combinations(node.name, parameters))
     return found
+
+
+def _values(written: ast.expr, module: list[ast.stmt]) -> list[Any]:
+    """What a parameter of a case goes through: a literal, or the keys of a table of the same module."""
+    if isinstance(written, ast.Name):
+        tables = (n.value for n in module if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == written.id)
+        table = next(tables)
+        assert isinstance(table, ast.Dict), f"{written.id} is no table"
+        return [ast.literal_eval(key) for key in table.keys if key is not None]
+    return list(ast.literal_eval(written))
 
 
 def case_names(script: Path) -> list[str]:

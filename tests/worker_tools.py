@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import itertools
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +50,19 @@ def report(value: Any) -> None:
         file.write(line + "\n")
 
 
-def case(function: Callable[[], None] | str, *kinds: str) -> Callable[..., Any]:
-    """Register a function as a case; it runs on every rank, in the order of the file."""
-    if isinstance(function, str):
-        return case
-    _cases[function.__name__] = function
+def case(function: Callable[..., None] | str | None = None, *kinds: str, **parameters: Any) -> Callable[..., Any]:
+    """Register a function as a case for each combination of the parameters' values, in the order of the file."""
+    if not callable(function):
+        return partial(case, **parameters)
+    for name, arguments in combinations(function.__name__, parameters):
+        _cases[name] = partial(function, **arguments)
     return function
+
+
+def combinations(name: str, parameters: Mapping[str, Iterable[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The cases that a function makes: (name, arguments)."""
+    for values in itertools.product(*parameters.values()):
+        yield "-".join([name, *map(str, values)]), dict(zip(parameters, values, strict=True))
 
 
 def close_later(opened: Any) -> Any:

@@ -76,6 +76,12 @@ def anywhere():
 @case("4ranks")
 def needs_four():
     pass
+
+TABLE = {"one": 1, "other": 2}
+
+@case("4ranks", way="ab", number=(1,), of=TABLE)
+def has_parameters(way, number, of):
+    pass
 """
 
 
@@ -84,7 +90,12 @@ def test_what_a_case_names_is_in_every_run_and_else_the_first_kind_alone(tmp_pat
     worker.write_text(OF_KINDS)
     (mark,) = [mark for mark in each_case(worker, SIZES).pytestmark if mark.name == "parametrize"]
     rows = {row.id: [mark.name for mark in row.marks] for row in mark.args[1]}
-    assert rows == {"2ranks-anywhere": [], "4ranks-anywhere": ["matrix"], "4ranks-needs_four": []}
+    assert rows == {
+        "2ranks-anywhere": [],
+        "4ranks-anywhere": ["matrix"],
+        "4ranks-needs_four": [],
+        **{f"4ranks-has_parameters-{way}-1-{of}": [] for way in "ab" for of in ("one", "other")},
+    }
     with pytest.raises(ValueError, match=r"kinds\.py: a case names \['4ranks'\]; the test has \['2ranks'\]"):
         each_case(worker)
 

@@ -9,6 +9,7 @@ WORKERS = ADAPTERS / "workers"
 
 test_distributed = each_case(WORKERS / "distributed_cases.py", TORCHRUN)
 test_ddp = each_case(WORKERS / "ddp_cases.py", TORCHRUN)
+test_ddp_join = each_case(WORKERS / "ddp_join_cases.py", TORCHRUN)
 test_fsdp = each_case(WORKERS / "fsdp_cases.py", {"torchrun": {"n": 4, "launcher": "torchrun"}})
 test_closures = each_case(WORKERS / "closures_cases.py", TORCHRUN)
 test_changed_optimizer = each_case(WORKERS / "changed_optimizer_cases.py", TORCHRUN)

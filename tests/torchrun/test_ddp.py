@@ -36,13 +36,13 @@ for step in range(1000):
 """
 
 
-WORKER = Path(__file__).parent.parent / "adapters_torch" / "workers" / "ddp_cases.py"
+WORKER = Path(__file__).parent.parent / "adapters_torch" / "workers" / "ddp_join_cases.py"
 
 
 @pytest.mark.mpi
 @pytest.mark.matrix
 def test_join_on_4_ranks(ranks):
-    ranks(WORKER, 4, launcher="torchrun").check("join_with_the_state")
+    ranks(WORKER, 4, launcher="torchrun").check("join_with_the_state-5-sparse")
 
 
 @pytest.mark.mpi

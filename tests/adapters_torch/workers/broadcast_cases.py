@@ -6,7 +6,17 @@ import copy
 
 import horovod.torch as hvd
 import torch
-from models import assert_replicas_identical, flat, make_model, on_every_rank, train, wrap
+from models import (
+    assert_replicas_identical,
+    broadcast,
+    flat,
+    make_model,
+    on_every_rank,
+    sgd,
+    shared_folder,
+    train,
+    wrap,
+)
 from worker_tools import case, run_cases
 
 import dgc.torch as dgc
@@ -28,39 +38,73 @@ def wrapped(way, name, seed=0):
     return model, *wrap(way, model, make(trainable), sparsity=0.9, **options)
 
 
-@case
-def moves_no_parameter_of_a_rank_that_has_loaded_no_checkpoint():
+@case(way="ab", name=OPTIMIZERS)
+def it_moves_no_parameter_of_a_rank_that_has_loaded_no_checkpoint(way, name):
     """In the order of Horovod's documentation: first the parameters, then the optimizer's state."""
-    for way in "ab":
-        for name in OPTIMIZERS:
-            model, optimizer, compression = wrapped(way, name)
-            train(optimizer, model, 3)
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            compression.close()
-            model, optimizer, _ = wrapped(way, name, seed=5)
-            if hvd.rank() == 0:
-                model.load_state_dict(saved[0])
-                optimizer.load_state_dict(saved[1])
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            before = flat(model)
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-            assert torch.equal(flat(model), before), (way, name)
-            train(optimizer, model, 3, start=3)
-            assert_replicas_identical(model, f"{way} {name}")
+    model, optimizer, compression = wrapped(way, name)
+    train(optimizer, model, 3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    compression.close()
+    model, optimizer, _ = wrapped(way, name, seed=5)
+    if hvd.rank() == 0:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = flat(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(flat(model), before)
+    train(optimizer, model, 3, start=3)
+    assert_replicas_identical(model)
 
 
-@case
-def replicas_that_differ_by_one_bit_are_refused_before_the_first_update():
-    for way in "ab":
-        model, optimizer, _ = wrapped(way, "SGD")
-        if hvd.rank() == 1:
-            with torch.no_grad():
-                value = model.left.weight[20, 30]
-                model.left.weight[20, 30] = torch.nextafter(value, torch.tensor(9.0))
-        before = flat(model)
-        wrong = "'left.weight' has other values on rank 1 than on rank 0"
-        on_every_rank(dgc.ConfigError, wrong, lambda: train(optimizer, model, 1), way)  # noqa: B023
-        assert torch.equal(flat(model), before)
+@case(way="ab")
+def after_loading_a_checkpoint_on_all_ranks_it_changes_nothing(way):
+    straight, resumed = make_model(), make_model(seed=4)
+    optimizer, compression = wrap(way, straight, sgd(straight, weight_decay=0.01), sparsity=0.9)
+    train(optimizer, straight, 4)
+    folder = shared_folder("broadcast")
+    dgc.save_checkpoint(folder, model=straight, optimizer=optimizer, compression=compression)
+    train(optimizer, straight, 4, start=4)
+    compression.close()
+    optimizer, compression = wrap(way, resumed, sgd(resumed, weight_decay=0.01), sparsity=0.9)
+    dgc.load_checkpoint(folder, model=resumed, optimizer=optimizer, compression=compression)
+    broadcast(resumed, optimizer)
+    train(optimizer, resumed, 4, start=4)
+    assert torch.equal(flat(resumed), flat(straight))
+
+
+@case(way="ab")
+def residuals_stay_each_ranks_own(way):
+    model = make_model()
+    optimizer, compression = wrap(way, model, sgd(model), sparsity=0.99)
+    broadcast(model, optimizer)
+    assert compression.engine.exchange.state.step == 0
+    optimizer.zero_grad()
+    train(optimizer, model, 3)
+    before, norm = compression.state_dict(), compression.residual_norm
+    assert len(set(hvd.allgather_object(norm, name="norms"))) == hvd.size(), "residuals differ between ranks"
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    after = compression.state_dict()
+    assert compression.residual_norm == norm
+    for name, entry in before["parameters"].items():
+        for key, value in entry.items():
+            assert (value == after["parameters"][name][key]).all() or key == "threshold"
+    optimizer.zero_grad()
+    train(optimizer, model, 3, start=3)
+    assert_replicas_identical(model)
+
+
+@case(way="ab")
+def replicas_that_differ_by_one_bit_are_refused_before_the_first_update(way):
+    model, optimizer, _ = wrapped(way, "SGD")
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            value = model.left.weight[20, 30]
+            model.left.weight[20, 30] = torch.nextafter(value, torch.tensor(9.0))
+    before = flat(model)
+    wrong = "'left.weight' has other values on rank 1 than on rank 0"
+    on_every_rank(dgc.ConfigError, wrong, lambda: train(optimizer, model, 1))
+    assert torch.equal(flat(model), before)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import re
 import sys
 import types
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 from adapters_torch.torchrun_tools import (
     EXACT,
-    SGD,
     Branches,
     assert_close,
     assert_frozen,
@@ -26,40 +23,14 @@ from adapters_torch.torchrun_tools import (
     make_model,
     on_every_rank,
 )
+from ddp_tools import LEFT, adamw, dense, hooked, sgd, train
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, run_cases
+from worker_tools import case, close_later, run_cases
 
 import dgc.torch as dgc
-
-LEFT = {**EXACT, "momentum": 0.0, "weight_decay": 0.0}  # momentum and decay stay in the optimizer
-
-
-def sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), **{**SGD, **options})
-
-
-def hooked(module, make_optimizer=sgd, options=None, **ddp):
-    """A DDP model with the hook, its optimizer, and the state."""
-    model = DistributedDataParallel(module, **ddp)
-    optimizer = make_optimizer(model)
-    state = dgc.ddp.CompressionState(dgc.Compression.dgc(**(EXACT if options is None else options)), optimizer)
-    model.register_comm_hook(state, dgc.ddp.compression_hook)
-    return model, optimizer, state
-
-
-def dense(module, make_optimizer=sgd, **ddp):
-    model = DistributedDataParallel(module, **ddp)
-    return model, make_optimizer(model)
-
-
-def train(model, optimizer, steps=20, start=0):
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
 
 
 def warned(function, match):
@@ -77,63 +48,84 @@ def both(steps_of, module=make_model, make_optimizer=sgd, options=None, **ddp):
     steps_of(*reference)
     assert_close(model, reference[0])
     assert_identical(model)
-    steps = state.compression.stats.steps
-    state.compression.close()
-    return steps
+    return state.compression.stats.steps
 
 
-@case
-def training_equals_ddp_at_sparsity_0():
-    variants = (
-        {},
-        {"bucket_cap_mb": 0.004},
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True, "bucket_cap_mb": 0.004},
-        {"find_unused_parameters": True},
-    )
-    for ddp in variants:
-        assert both(train, **ddp) == 20, ddp
+# -- it equals DDP ---------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "plain": {},
+    "small buckets": {"bucket_cap_mb": 0.004},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True, "bucket_cap_mb": 0.004},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+@case(variant=VARIANTS)
+def training_equals_ddp_at_sparsity_0(variant):
+    assert both(train, **VARIANTS[variant]) == 20
     assert not [name for name in sys.modules if name.partition(".")[0] in ("horovod", "mpi4py")]
 
 
-@case
-def the_first_moment_is_the_compressors_once_entries_are_selected():
-    model, optimizer, state = hooked(
-        make_model(), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), {"sparsity": 0.9, "rampup_begin_step": 3}
-    )
-    train(model, optimizer, 3)
-    assert not any(state.compression.engine.adoption.hyper.momentum)
-    train(model, optimizer, 9, start=3)
-    assert min(m for m in state.compression.engine.adoption.hyper.momentum if m) > 0.8
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-    assert_identical(model)
-    state.compression.close()
+OTHERS = {
+    "AdamW": (adamw, EXACT),
+    "AdamW without beta1": (functools.partial(adamw, betas=(0.0, 0.99)), EXACT),
+    "AdamW before the selection": (adamw, {"sparsity": 0.9, "rampup_begin_step": 20}),
+}
 
 
-@case
-def other_optimizers_and_a_late_bind():
-    def adamw(model):
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.0, 0.99))
+@case(optimizer=OTHERS)
+def other_optimizers_equal_ddp(optimizer):
+    make, options = OTHERS[optimizer]
+    both(train, make_optimizer=make, options=options)
 
-    both(train, make_optimizer=adamw)
-    both(train, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
-    later = {"sparsity": 0.9, "rampup_begin_step": 20}
-    both(train, make_optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), options=later)
-    model = DistributedDataParallel(make_model())
-    state = dgc.ddp.CompressionState(dgc.Compression.dgc(**EXACT), named_parameters=model.module.named_parameters())
-    model.register_comm_hook(state, dgc.ddp.compression_hook)
-    optimizer = sgd(model)
-    wrapper = types.SimpleNamespace(optimizer=optimizer)  # as Lightning's and Fabric's
-    state.bind(wrapper)
-    train(model, optimizer)
-    reference = dense(make_model())
-    train(*reference)
-    assert_close(model, reference[0])
-    assert set(state.compression.state_dict()["parameters"]) == {n for n, _ in model.module.named_parameters()}
-    assert state.compression.describe()["transport"] == "torch.distributed"
-    assert optimizer.param_groups[0]["momentum"] == 0.9
-    assert not optimizer.state_dict()["state"]
-    state.compression.close()
+
+def accumulating(model, optimizer):
+    for step in range(20):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with model.no_sync():
+            loss_of(model, 2 * step).backward()
+        loss_of(model, 2 * step + 1).backward()
+        optimizer.step()
+
+
+def scheduled(model, optimizer):
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=30)
+    for step in range(20):
+        train(model, optimizer, 1, step)
+        scheduler.step()
+
+
+def clipping(model, optimizer):
+    for step in range(20):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+
+
+def synced_twice(model, optimizer):
+    """Without no_sync(), as some scripts accumulate."""
+    for step in range(20):
+        optimizer.zero_grad()
+        loss_of(model, 2 * step).backward()
+        loss_of(model, 2 * step + 1).backward()
+        optimizer.step()
+
+
+LOOPS = {
+    "accumulating": (accumulating, EXACT, 20),
+    "scheduled": (scheduled, EXACT, 20),
+    "clipping": (clipping, LEFT, 20),
+    "synced twice": (synced_twice, LEFT, 40),
+}
+
+
+@case(view=(False, True), loop=LOOPS)
+def loops_equal_ddp_at_sparsity_0(view, loop):
+    steps_of, options, steps = LOOPS[loop]
+    assert both(steps_of, options=options, gradient_as_bucket_view=view, bucket_cap_mb=0.004) == steps
 
 
 @case
@@ -146,154 +138,135 @@ def replicas_are_identical_after_200_sparse_steps():
     stats = state.compression.stats
     assert stats.steps == 200
     assert stats.last.bytes_sent < 0.1 * stats.last.dense_bytes
-    state.compression.close()
 
 
 @case
-def habits_equal_ddp_at_sparsity_0():
-    def accumulating(model, optimizer):
-        for step in range(20):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            with model.no_sync():
-                loss_of(model, 2 * step).backward()
-            loss_of(model, 2 * step + 1).backward()
-            optimizer.step()
-
-    def scheduled(model, optimizer):
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=30)
-        for step in range(20):
-            train(model, optimizer, 1, step)
-            scheduler.step()
-
-    def by_closure(model, optimizer):
-        for step in range(20):
-
-            def closure(step=step):
-                optimizer.zero_grad()
-                loss = loss_of(model, step)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure) > 0
-
-    def clipping(model, optimizer):
-        for step in range(20):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
-
-    def synced_twice(model, optimizer):  # without no_sync(), as some scripts accumulate
-        for step in range(20):
-            optimizer.zero_grad()
-            loss_of(model, 2 * step).backward()
-            loss_of(model, 2 * step + 1).backward()
-            optimizer.step()
-
-    for view in (False, True):
-        ddp = {"gradient_as_bucket_view": view, "bucket_cap_mb": 0.004}
-        assert both(accumulating, **ddp) == 20
-        assert both(scheduled, **ddp) == 20
-        assert both(by_closure, **ddp) == 20
-        assert both(clipping, options=LEFT, **ddp) == 20
-        assert both(synced_twice, options=LEFT, **ddp) == 40
+def the_first_moment_is_the_compressors_once_entries_are_selected():
+    model, optimizer, state = hooked(make_model(), adamw, {"sparsity": 0.9, "rampup_begin_step": 3})
+    train(model, optimizer, 3)
+    assert not any(state.compression.engine.adoption.hyper.momentum)
+    train(model, optimizer, 9, start=3)
+    assert min(m for m in state.compression.engine.adoption.hyper.momentum if m) > 0.8
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert_identical(model)
 
 
 @case
-def scalers():
-    for broken in (False, True):
-        model, optimizer, state = hooked(make_model(), options={**LEFT, "loss_scale": (scaler := new_scaler())})
-        reference = dense(make_model())
-        for m, o, s in ((model, optimizer, scaler), (*reference, new_scaler())):
-            for step in range(10):
-                o.zero_grad()
-                loss = s.scale(loss_of(m, step))
-                (loss * float("inf") if broken and step == 3 and dist.get_rank() == 1 else loss).backward()
-                s.unscale_(o)
-                nn.utils.clip_grad_norm_(m.parameters(), 0.3)
-                s.step(o)
-                s.update()
-        assert state.compression.stats.refused_steps == broken
-        assert_identical(model)
-        if not broken:  # what the other rank has computed in the step stays in its residual
-            assert_close(model, reference[0])
-        state.compression.close()
+def the_optimizer_may_be_bound_later():
+    model = DistributedDataParallel(make_model())
+    compression = close_later(dgc.Compression.dgc(**EXACT))
+    state = dgc.ddp.CompressionState(compression, named_parameters=model.module.named_parameters())
+    model.register_comm_hook(state, dgc.ddp.compression_hook)
+    optimizer = sgd(model)
+    wrapper = types.SimpleNamespace(optimizer=optimizer)  # as Lightning's and Fabric's
+    state.bind(wrapper)
+    train(model, optimizer)
+    reference = dense(make_model())
+    train(*reference)
+    assert_close(model, reference[0])
+    assert set(compression.state_dict()["parameters"]) == {n for n, _ in model.module.named_parameters()}
+    assert compression.describe()["transport"] == "torch.distributed"
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert not optimizer.state_dict()["state"]
+
+
+# -- scaling and clipping --------------------------------------------------------------------------------------------
 
 
 def new_scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
 
 
-@case
-def clipping_the_velocity_is_a_warning():
-    def clipped(norm, scaler=None):
-        options = {**EXACT, **({"loss_scale": scaler} if scaler else {})}
-        model, optimizer, state = hooked(make_model(), options=options)
+@case(broken=(False, True))
+def a_scaler_and_clipping_equal_ddp_until_a_gradient_is_not_finite(broken):
+    model, optimizer, state = hooked(make_model(), options={**LEFT, "loss_scale": (scaler := new_scaler())})
+    reference = dense(make_model())
+    for m, o, s in ((model, optimizer, scaler), (*reference, new_scaler())):
+        for step in range(10):
+            o.zero_grad()
+            loss = s.scale(loss_of(m, step))
+            (loss * float("inf") if broken and step == 3 and dist.get_rank() == 1 else loss).backward()
+            s.unscale_(o)
+            nn.utils.clip_grad_norm_(m.parameters(), 0.3)
+            s.step(o)
+            s.update()
+    assert state.compression.stats.refused_steps == broken
+    assert_identical(model)
+    if not broken:  # what the other rank has computed in the step stays in its residual
+        assert_close(model, reference[0])
+
+
+@case(scales=(False, True), norm=(0.01, 1e9))
+def clipping_the_velocity_is_a_warning(scales, norm):
+    """Not where the limit is not reached."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4, enabled=scales)
+    model, optimizer, _ = hooked(make_model(), options={**EXACT, "loss_scale": scaler})
+
+    def clipped():
         for step in range(3):
             optimizer.zero_grad()
-            loss = loss_of(model, step)
-            (scaler.scale(loss) if scaler else loss).backward()
-            if scaler:
-                scaler.unscale_(optimizer)
+            scaler.scale(loss_of(model, step)).backward()
+            scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), norm)
-            scaler.step(optimizer) if scaler else optimizer.step()
-            if scaler:
-                scaler.update()
-        state.compression.close()
+            scaler.step(optimizer)
+            scaler.update()
 
-    match = "momentum=0 in the compressor.*local_grad_clip_norm"
-    assert warned(lambda: clipped(0.01), match) == 1
-    assert warned(lambda: clipped(0.01, new_scaler()), match) == 1
-    assert warned(lambda: clipped(1e9), match) == 0
-    assert warned(lambda: clipped(1e9, new_scaler()), match) == 0
+    assert warned(clipped, "momentum=0 in the compressor.*local_grad_clip_norm") == (norm < 1)
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+UNUSED = {"find_unused_parameters": True}
+FROZEN = {
+    "SGD": (sgd, EXACT),
+    "SGD that keeps momentum": (sgd, LEFT),
+    "AdamW": (lambda m: torch.optim.AdamW(m.parameters()), {**EXACT, "momentum": 0.0}),
+}
+
+
+@case(view=(False, True), optimizer=FROZEN)
+def a_frozen_layer_equals_that_of_ddp(view, optimizer):
+    make, options = FROZEN[optimizer]
+    both(freezing, Branches, make, options, gradient_as_bucket_view=view, **UNUSED)
+
+
+@case(view=(False, True), momentum=(0.0, 0.9))
+def a_frozen_layer_does_not_move_by_a_bit(view, momentum):
+    options = {"sparsity": 0.9, "min_numel": 64, **({} if momentum else {"momentum": 0.0, "weight_decay": 0.0})}
+    make = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum)  # noqa: E731
+    model, optimizer, state = hooked(Branches(), make, options, gradient_as_bucket_view=view, **UNUSED)
+    assert_frozen(model, optimizer, state.compression)
 
 
 @case
-def frozen_layers():
-    for view in (False, True):
-        ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
-        both(freezing, Branches, **ddp)
-        both(freezing, Branches, options=LEFT, **ddp)
-        both(freezing, Branches, lambda m: torch.optim.AdamW(m.parameters()), {**EXACT, "momentum": 0.0}, **ddp)
-        for options in ({}, {"momentum": 0.0, "weight_decay": 0.0}):
-            options = {"sparsity": 0.9, "min_numel": 64, **options}
-            make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.0 if "momentum" in options else 0.9)
-            model, optimizer, state = hooked(Branches(), lambda m, make=make: make(m.parameters()), options, **ddp)
-            assert_frozen(model, optimizer, state.compression)
-            state.compression.close()
-
-
-@case
-def a_layer_unfrozen_after_wrapping_is_refused():
+def a_layer_that_was_frozen_at_the_wrapping_cannot_be_unfrozen():
     module = make_model()
     module[0].requires_grad_(False)
-    model, optimizer, state = hooked(module)
+    model, optimizer, _ = hooked(module)
     train(model, optimizer, 1)
     module[0].requires_grad_(True)
     match = "wrap the module in a new DistributedDataParallel and register a new compressor after adding or unfreezing"
     on_every_rank(dgc.LayoutError, match, lambda: train(model, optimizer, 1))
-    state.compression.close()
 
 
-@case
-def unused_parameters():
-    def by_one_rank(model, optimizer):
-        for step in range(20):
-            optimizer.zero_grad()
-            loss_of(model, step, (step + dist.get_rank()) % 2 == 0).backward()
-            optimizer.step()
+def unused_by_one_rank(model, optimizer):
+    for step in range(20):
+        optimizer.zero_grad()
+        loss_of(model, step, (step + dist.get_rank()) % 2 == 0).backward()
+        optimizer.step()
 
-    for view in (False, True):
-        both(by_one_rank, Branches, find_unused_parameters=True, gradient_as_bucket_view=view)
 
-    def by_none(model, optimizer):
-        for step in range(20):
-            optimizer.zero_grad(set_to_none=step % 3 == 0)
-            loss_of(model, step, step % 2 == 0).backward()
-            optimizer.step()
+def unused_by_all(model, optimizer):
+    for step in range(20):
+        optimizer.zero_grad(set_to_none=step % 3 == 0)
+        loss_of(model, step, step % 2 == 0).backward()
+        optimizer.step()
 
-    for view in (False, True):
-        both(by_none, Branches, find_unused_parameters=True, gradient_as_bucket_view=view, bucket_cap_mb=0.001)
+
+@case(view=(False, True))
+def unused_parameters_equal_those_of_ddp(view):
+    both(unused_by_one_rank, Branches, gradient_as_bucket_view=view, **UNUSED)
+    both(unused_by_all, Branches, gradient_as_bucket_view=view, bucket_cap_mb=0.001, **UNUSED)
 
 
 class Strided(nn.Module):
@@ -316,70 +289,65 @@ class Strided(nn.Module):
         return y @ self.turned + torch.tanh(y) @ self.gaps.t()
 
 
-@case
-def parameters_that_are_not_contiguous():
+def with_a_buffer(model):
+    optimizer = sgd(model)
+    for p in model.parameters():
+        generator = torch.Generator().manual_seed(p.numel())
+        optimizer.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(
+            torch.randn(p.shape, generator=generator) / 20
+        )
+    return optimizer
+
+
+STRIDED = {
+    "decay": (lambda m: sgd(m, weight_decay=0.05), EXACT),
+    "a dense run's momentum": (with_a_buffer, EXACT),
+    "momentum stays": (sgd, LEFT),
+}
+
+
+@case(view=(False, True), kind=STRIDED)
+def parameters_that_are_not_contiguous_equal_those_of_ddp(view, kind):
     """DDP lays a bucket out in their strides, where GradBucket.gradients() reads it as if it were contiguous."""
-
-    def used_in_turn(model, optimizer):
-        for step in range(20):
-            optimizer.zero_grad()
-            loss_of(model, step, (step + dist.get_rank()) % 2 == 0).backward()
-            optimizer.step()
-
-    def with_a_buffer(model):
-        optimizer = sgd(model)
-        for p in model.parameters():
-            generator = torch.Generator().manual_seed(p.numel())
-            optimizer.state[p]["momentum_buffer"] = torch.empty_like(p).copy_(
-                torch.randn(p.shape, generator=generator) / 20
-            )
-        return optimizer
-
+    make, options = STRIDED[kind]
     assert not all(p.is_contiguous() for p in Strided().parameters())
-    for view in (False, True):
-        ddp = {"gradient_as_bucket_view": view, "find_unused_parameters": True, "bucket_cap_mb": 0.001}
-        both(used_in_turn, Strided, lambda m: sgd(m, weight_decay=0.05), **ddp)
-        both(used_in_turn, Strided, with_a_buffer, **ddp)
-        both(used_in_turn, Strided, sgd, LEFT, **ddp)
+    both(unused_by_one_rank, Strided, make, options, gradient_as_bucket_view=view, bucket_cap_mb=0.001, **UNUSED)
 
-    def moved(to_hook):
-        """Momentum and residuals that the hook has saved go on in dgc's optimizer, or the other way round."""
-        options, module = {"sparsity": 0.9, "min_numel": 64}, Strided()
-        make_hooked = lambda m: hooked(m, options=options, find_unused_parameters=True)  # noqa: E731
 
-        def wrapped(module):
-            compression = dgc.Compression.dgc(**options)
-            optimizer = dgc.DistributedOptimizer(sgd(module), module.named_parameters(), compression=compression)
-            return module, optimizer, types.SimpleNamespace(compression=compression)
+@case(to_hook=(False, True))
+def states_of_the_hook_and_of_dgcs_optimizer_go_on_in_each_other(to_hook):
+    """Of parameters that are not contiguous."""
+    options = {"sparsity": 0.9, "min_numel": 64}
 
-        saved = None
-        for make in (wrapped, make_hooked) if to_hook else (make_hooked, wrapped):
-            model, optimizer, state = make(module)
-            names = dict(
-                zip(state.compression.state_dict()["parameters"], dict(module.named_parameters()), strict=True)
-            )
-            if saved is not None:
-                own = {value: key for key, value in names.items()}
-                saved["parameters"] = {own[name]: entry for name, entry in saved["parameters"].items()}
-                state.compression.load_state_dict(saved)
-            used_in_turn(model, optimizer)
-            saved = state.compression.state_dict()
-            saved["parameters"] = {names[name]: entry for name, entry in saved["parameters"].items()}
-            state.compression.close()
-        return module
+    def with_hook(module):
+        return hooked(module, options=options, **UNUSED)
 
-    for to_hook in (False, True):
-        straight = Strided()
-        compression = dgc.Compression.dgc(sparsity=0.9, min_numel=64)
-        optimizer = dgc.DistributedOptimizer(sgd(straight), straight.named_parameters(), compression=compression)
-        used_in_turn(straight, optimizer)
-        used_in_turn(straight, optimizer)
-        compression.close()
-        assert_close(moved(to_hook), straight)
+    def with_optimizer(module):
+        compression = dgc.Compression.dgc(**options)
+        optimizer = dgc.DistributedOptimizer(sgd(module), module.named_parameters(), compression=compression)
+        return module, optimizer, types.SimpleNamespace(compression=compression)
+
+    straight, module, saved = Strided(), Strided(), None
+    _, optimizer, state = with_optimizer(straight)
+    unused_by_one_rank(straight, optimizer)
+    unused_by_one_rank(straight, optimizer)
+    state.compression.close()
+    for make in (with_optimizer, with_hook) if to_hook else (with_hook, with_optimizer):
+        model, optimizer, state = make(module)
+        names = dict(zip(state.compression.state_dict()["parameters"], dict(module.named_parameters()), strict=True))
+        if saved is not None:
+            own = {value: key for key, value in names.items()}
+            saved["parameters"] = {own[name]: entry for name, entry in saved["parameters"].items()}
+            state.compression.load_state_dict(saved)
+        unused_by_one_rank(model, optimizer)
+        saved = state.compression.state_dict()
+        saved["parameters"] = {names[name]: entry for name, entry in saved["parameters"].items()}
+        state.compression.close()
+    assert_close(module, straight)
 
 
 @case
-def gradients_that_share_memory():
+def gradients_that_share_memory_equal_those_of_ddp():
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -392,51 +360,7 @@ def gradients_that_share_memory():
     both(train, Sum, lambda m: sgd(m, weight_decay=0.05))
 
 
-@case
-def what_is_not_cleared_is_refused():
-    def accumulating(model, optimizer):
-        loss_of(model, 0).backward()
-        loss_of(model, 1).backward()
-
-    def twice(model, optimizer):
-        loss_of(model, 0).backward()
-        optimizer.step()
-        optimizer.step()
-
-    def local(model, optimizer):
-        with model.no_sync():
-            loss_of(model, 0).backward()
-        optimizer.step()
-
-    for view in (False, True):
-        for steps, match in (
-            (accumulating, r"call optimizer.zero_grad\(\) after each step\(\).*no_sync"),
-            (twice, r"again without a backward pass"),
-            (local, r"inside no_sync\(\)"),
-        ):
-            model, optimizer, state = hooked(make_model(), gradient_as_bucket_view=view)
-            on_every_rank(dgc.DGCError, match, lambda: steps(model, optimizer))  # noqa: B023
-            state.compression.close()
-
-
-@case
-def join_with_the_state():
-    for difference in (1, 5, 17):
-        for options in (EXACT, LEFT, {"sparsity": 0.99}):
-            model, optimizer, state = hooked(make_model(width=128), options=options)
-            reference = dense(make_model(width=128))
-            count = 2 + difference * dist.get_rank()
-            with Join([model, state]):
-                train(model, optimizer, count)
-            with Join([reference[0]]):
-                train(*reference, count)
-            assert_identical(model)
-            assert state.compression.stats.steps == 2 + difference * (dist.get_world_size() - 1)
-            if options in (EXACT, LEFT):
-                assert_close(model, reference[0])
-            train(model, optimizer, 5, start=30)
-            assert_identical(model)
-            state.compression.close()
+# -- saving ----------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -449,55 +373,40 @@ def the_state_that_a_checkpoint_asks_for_is_no_step():
     assert (digest(model), optimizer.param_groups[0]["lr"], state.compression.stats.steps) == (before, 0.1, 2)
     train(model, optimizer, 2)
     assert_identical(model)
-    state.compression.close()
 
 
-@case
-def join_in_the_middle_of_an_accumulation():
-    """Rank 1 ends inside no_sync(): what it has accumulated is dropped, as by DDP, and replicas stay alike."""
-    model, optimizer, state = hooked(
-        make_model(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), {"sparsity": 0.9}
-    )
-    with Join([model, state]):
-        for step in range(10 - 5 * dist.get_rank()):
-            with contextlib.nullcontext() if step % 2 else model.no_sync():
-                loss_of(model, step).backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_identical(model)
-    train(model, optimizer, 5, start=30)
-    assert_identical(model)
-    state.compression.close()
+# -- what is refused -------------------------------------------------------------------------------------------------
 
 
-@case
-def join_without_the_state():
-    def uneven(**options):
-        make = functools.partial(torch.optim.SGD, lr=0.1, **options)
-        model, optimizer, state = hooked(make_model(), lambda m: make(m.parameters()), {"sparsity": 0.9})
-        try:
-            with model.join():
-                train(model, optimizer, 3 + 4 * dist.get_rank())
-            assert_identical(model)
-            train(model, optimizer, 5, start=30)
-            assert_identical(model)
-        finally:
-            state.compression.close()
-
-    uneven()
-    on_every_rank(dgc.ConfigError, r"use Join\(\[model, state\]\)", lambda: uneven(momentum=0.9))
+def without_clearing(model, optimizer):
+    loss_of(model, 0).backward()
+    loss_of(model, 1).backward()
 
 
-@case
-def bad_joins():
-    model, _, state = hooked(make_model())
-    on_every_rank(dgc.ConfigError, r"Join\(\[model, state\]\)", lambda: Join([state, model]))
-    on_every_rank(dgc.ConfigError, "divides by all", lambda: Join([model, state], divide_by_initial_world_size=False))
-    state.compression.close()
-    model, _, state = hooked(make_model(), options={"loss_scale": new_scaler()})
-    on_every_rank(dgc.ConfigError, r"Join\(\[model\]\) alone", lambda: Join([model, state]))
-    state.compression.close()
+def stepping_twice(model, optimizer):
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.step()
+
+
+def stepping_without_sync(model, optimizer):
+    with model.no_sync():
+        loss_of(model, 0).backward()
+    optimizer.step()
+
+
+REFUSED = {
+    "without_clearing": (without_clearing, r"call optimizer.zero_grad\(\) after each step\(\).*no_sync"),
+    "stepping_twice": (stepping_twice, r"again without a backward pass"),
+    "stepping_without_sync": (stepping_without_sync, r"inside no_sync\(\)"),
+}
+
+
+@case(view=(False, True), kind=REFUSED)
+def gradients_that_are_not_a_new_steps_are_refused(view, kind):
+    steps, match = REFUSED[kind]
+    model, optimizer, _ = hooked(make_model(), gradient_as_bucket_view=view)
+    on_every_rank(dgc.DGCError, match, lambda: steps(model, optimizer))
 
 
 @case
@@ -606,7 +515,6 @@ def an_error_of_one_rank_is_raised_on_all():
     state.compression.close()
     optimizer.param_groups[0]["momentum"] = 0.5
     model = DistributedDataParallel(model.module)
-    gc.collect()  # the old one's hooks are gone with it
     dgc.ddp.register(model, optimizer, dgc.Compression.dgc(sparsity=0.9))
     train(model, optimizer, 2)
     assert_identical(model)

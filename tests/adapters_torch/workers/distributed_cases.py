@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 import warnings
 
@@ -29,13 +28,13 @@ from adapters_torch.torchrun_tools import (
 from adapters_torch.workers.tensors import WRONG
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, run_cases
+from worker_tools import case, close_later, run_cases
 
 import dgc.torch as dgc
 
 
 def wrap(model, optimizer=None, passes=1, group=None, **options):
-    compression = dgc.Compression.dgc(**options)
+    compression = close_later(dgc.Compression.dgc(**options))
     optimizer = dgc.DistributedOptimizer(
         optimizer or torch.optim.SGD(model.parameters(), **SGD),
         model.named_parameters(),
@@ -56,65 +55,52 @@ def neither_horovod_nor_mpi_is_loaded():
     compression.close()
 
 
-@case
-def training_equals_dense_at_sparsity_0():
-    for passes in (1, 2):
-        model = make_model()
-        optimizer, compression = wrap(model, passes=passes, **EXACT)
-        train(optimizer, model, 20, passes=passes)
-        assert_close(model, dense(20, passes))
-        assert_identical(model)
-        compression.close()
-
-
-@case
-def frozen_and_unused_layers_are_left_alone_as_by_ddp():
-    def sgd(model):
-        return torch.optim.SGD(model.parameters(), **SGD)
-
-    def adamw(model):
-        return torch.optim.AdamW(model.parameters())
-
-    for make, options in ((sgd, {}), (sgd, {"rampup_begin_step": 8}), (adamw, {"momentum": 0.0})):
-        for steps_of in (freezing, switching):
-            model = Branches()
-            optimizer, compression = wrap(model, make(model), **EXACT, **options)
-            steps_of(model, optimizer)
-            expected = DistributedDataParallel(Branches(), find_unused_parameters=True)
-            steps_of(expected, make(expected))
-            assert_close(model, expected)
-            assert_identical(model)
-            compression.close()
-
-
-@case
-def a_frozen_layer_does_not_move_by_a_bit():
-    for options in ({}, {"small": "float32", "bucket_bytes": 1}, {"rampup_begin_step": 100}):
-        for momentum in (0.0, 0.9):
-            model = Branches()
-            plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
-            optimizer, compression = wrap(model, plain, sparsity=0.9, min_numel=64, **options)
-            assert_frozen(model, optimizer, compression)
-            compression.close()
-    for algorithm in ("onebit", "qsgd", "strom", "adacomp"):
-        model = Branches()
-        compression = getattr(dgc.Compression, algorithm)(min_numel=64)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = dgc.DistributedOptimizer(plain, model.named_parameters(), compression=compression)
-        assert_frozen(model, optimizer, compression)
-        compression.close()
-
-
-@case
-def replicas_are_identical_after_200_sparse_steps():
+@case(passes=(1, 2))
+def training_equals_dense_at_sparsity_0(passes):
     model = make_model()
-    optimizer, compression = wrap(model, sparsity=0.99)
-    before = loss_of(model, 999).item()
-    train(optimizer, model, 200)
+    optimizer, _ = wrap(model, passes=passes, **EXACT)
+    train(optimizer, model, 20, passes=passes)
+    assert_close(model, dense(20, passes))
     assert_identical(model)
-    assert loss_of(model, 999).item() < before
-    assert compression.stats.last.bytes_sent < 0.1 * compression.stats.last.dense_bytes
-    compression.close()
+
+
+LAYERS = {"frozen": freezing, "unused": switching}
+OPTIMIZERS = {
+    "SGD": (lambda m: torch.optim.SGD(m.parameters(), **SGD), {}),
+    "SGD before the rampup": (lambda m: torch.optim.SGD(m.parameters(), **SGD), {"rampup_begin_step": 8}),
+    "AdamW": (lambda m: torch.optim.AdamW(m.parameters()), {"momentum": 0.0}),
+}
+
+
+@case(layers=LAYERS, kind=OPTIMIZERS)
+def frozen_and_unused_layers_are_left_alone_as_by_ddp(layers, kind):
+    steps_of, (make, options) = LAYERS[layers], OPTIMIZERS[kind]
+    model = Branches()
+    optimizer, _ = wrap(model, make(model), **EXACT, **options)
+    steps_of(model, optimizer)
+    expected = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    steps_of(expected, make(expected))
+    assert_close(model, expected)
+    assert_identical(model)
+
+
+SENT = {"plain": {}, "each by itself": {"small": "float32", "bucket_bytes": 1}, "dense": {"rampup_begin_step": 100}}
+
+
+@case(momentum=(0.0, 0.9), sent=SENT)
+def a_frozen_layer_does_not_move_by_a_bit(momentum, sent):
+    model = Branches()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01)
+    assert_frozen(model, *wrap(model, plain, sparsity=0.9, min_numel=64, **SENT[sent]))
+
+
+@case(algorithm=("onebit", "qsgd", "strom", "adacomp"))
+def nor_does_it_with_other_compressors(algorithm):
+    model = Branches()
+    compression = close_later(getattr(dgc.Compression, algorithm)(min_numel=64))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = dgc.DistributedOptimizer(plain, model.named_parameters(), compression=compression)
+    assert_frozen(model, optimizer, compression)
 
 
 @case
@@ -258,22 +244,20 @@ def arguments_that_are_wrong_on_one_rank_alone():
     )
 
 
-@case
-def a_model_in_ddp_is_named_before_anything_is_applied():
+@case(view=(False, True), passes=(1, 2), later=(False, True))
+def a_model_in_ddp_is_named_before_anything_is_applied(view, passes, later):
     """In its forward pass; where DDP was built after the optimizer, at the latest in the first step."""
     text = r"trained in DistributedDataParallel.*dgc\.ddp\.register\(model, optimizer, compression\)"
-    for view, passes, later in itertools.product((False, True), (1, 2), (False, True)):
-        model = module = make_model()
-        before = digest(module)
-        for is_ddp in (not later, later):
-            if is_ddp:
-                model = DistributedDataParallel(module, gradient_as_bucket_view=view)
-            else:
-                optimizer, compression = wrap(model, sparsity=0.9, passes=passes)
-        on_every_rank(dgc.ConfigError, text, lambda: train(optimizer, model, 1, passes=passes))  # noqa: B023
-        assert compression.stats.steps == 0 or later
-        assert digest(module) == before
-        compression.close()
+    model = module = make_model()
+    before = digest(module)
+    for is_ddp in (not later, later):
+        if is_ddp:
+            model = DistributedDataParallel(module, gradient_as_bucket_view=view)
+        else:
+            optimizer, compression = wrap(model, sparsity=0.9, passes=passes)
+    on_every_rank(dgc.ConfigError, text, lambda: train(optimizer, model, 1, passes=passes))
+    assert compression.stats.steps == 0 or later
+    assert digest(module) == before
 
 
 @case
@@ -314,27 +298,25 @@ def two_models_in_turn():
     on_every_rank(AssertionError, text, lambda: train_both(inputs=False))
 
 
-@case
-def a_scaler_that_is_off():
+@case(device=("cpu", "cuda"), unscales=(False, True))
+def a_scaler_that_is_off_changes_nothing(device, unscales):
     """torch.amp's documented loops, in scripts for a GPU that run without one."""
-    scalers = [torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cuda")]
-    for scaler, unscales in itertools.product(scalers, (False, True)):
-        assert not scaler.is_enabled()
-        model = make_model()
-        optimizer, compression = wrap(model, **EXACT, loss_scale=scaler)
-        for step in range(10):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, step)).backward()
-            if unscales:
-                optimizer.synchronize()
-                scaler.unscale_(optimizer)
-                with optimizer.skip_synchronize():
-                    scaler.step(optimizer)
-            else:
+    scaler = torch.amp.GradScaler(device, **({"enabled": False} if device == "cpu" else {}))
+    assert not scaler.is_enabled()
+    model = make_model()
+    optimizer, _ = wrap(model, **EXACT, loss_scale=scaler)
+    for step in range(10):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if unscales:
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
                 scaler.step(optimizer)
-            scaler.update()
-        assert_close(model, dense(10))
-        compression.close()
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+    assert_close(model, dense(10))
 
 
 if __name__ == "__main__":

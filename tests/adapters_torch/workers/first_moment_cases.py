@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 
 import horovod.torch as hvd
@@ -57,33 +56,31 @@ def dense_train(model, optimizer, steps, start=0):
         optimizer.step()
 
 
-@case
-def before_the_selection_training_equals_dense():
-    for (name, make), options in itertools.product(KIN.items(), ({"sparsity": 0.0}, {"rampup_begin_step": 50})):
-        expected = make_model()
-        dense_train(expected, make(expected.parameters(), betas=BETAS), 20)
-        for way, model, optimizer, _ in each_way(lambda m, make=make: make(m.parameters(), betas=BETAS), **options):
+@case(name=KIN)
+def before_the_selection_training_equals_dense(name):
+    expected, make = make_model(), KIN[name]
+    dense_train(expected, make(expected.parameters(), betas=BETAS), 20)
+    for options in ({"sparsity": 0.0}, {"rampup_begin_step": 50}):
+        for way, model, optimizer, compression in each_way(lambda m: make(m.parameters(), betas=BETAS), **options):
             train(optimizer, model, 20)
-            assert worst_difference(model, expected) <= 1e-5, (name, way, options, worst_difference(model, expected))
+            assert worst_difference(model, expected) <= 1e-5, (way, options, worst_difference(model, expected))
             assert optimizer.param_groups[0]["betas"] == BETAS
+            compression.close()
 
 
-@case
-def replicas_are_identical_while_entries_are_selected():
-    for name, make in KIN.items():
-        seen = []
-        options = dict(sparsity=[0.0, 0.9, 0.95], rampup_step=30)
-        for way, model, optimizer, compression in each_way(lambda m, make=make: make(m.parameters()), **options):
-            optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(o.param_groups[0]["betas"][0]))
-            before = optimizer.param_groups[0]["betas"]
-            train(optimizer, model, 40)
-            assert_replicas_identical(model, f"{name} {way}")
-            assert optimizer.param_groups[0]["betas"] == before
-            times = len(seen) // 40  # a step of Horovod's optimizer calls the user's
-            assert seen == [before[0]] * 10 * times + [0.0] * 30 * times, (name, way, seen)
-            seen.clear()
-            assert 0.03 < compression.stats.last.density < 0.07
-            assert torch.isfinite(loss_of(model, 0))
+@case(way="ab", name=KIN)
+def replicas_are_identical_while_entries_are_selected(way, name):
+    model, seen = make_model(), []
+    optimizer, compression = wrap(way, model, KIN[name](model.parameters()), sparsity=[0.0, 0.9, 0.95], rampup_step=30)
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["betas"][0]))
+    before = optimizer.param_groups[0]["betas"]
+    train(optimizer, model, 40)
+    assert_replicas_identical(model)
+    assert optimizer.param_groups[0]["betas"] == before
+    times = len(seen) // 40  # a step of Horovod's optimizer calls the user's
+    assert seen == [before[0]] * 10 * times + [0.0] * 30 * times, seen
+    assert 0.03 < compression.stats.last.density < 0.07
+    assert torch.isfinite(loss_of(model, 0))
 
 
 class Linear(nn.Module):
@@ -108,44 +105,43 @@ class Linear(nn.Module):
         return means
 
 
-@case
-def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment():
+@case(way="ab", begin=(0, 4), kind=("stays", "falls", "pauses"))
+def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment(way, begin, kind):
     """Whether entries are selected from the first step on or later, and whether beta1 stays, falls, or pauses at 0."""
-    for way, begin, kind in itertools.product("ab", (0, 4), ("stays", "falls", "pauses")):
-        factor = 0.98 if kind == "falls" else 1.0
-        model = Linear()
-        options = {**HALF, "min_numel": 100, "small": "float32", "values": "float16", "rampup_begin_step": begin}
-        optimizer, compression = wrap(way, model, adamw(model.parameters()), **options)
-        sums = [torch.zeros_like(p) for p in model.parameters()]
-        expected = [torch.zeros_like(p) for p in model.parameters()]
-        moments = [torch.zeros_like(p) for p in model.parameters()]
-        corrected = [torch.zeros_like(p) for p in model.parameters()]
-        for step in range(12):
-            if kind == "pauses":
-                optimizer.param_groups[0]["betas"] = (0.0 if 5 <= step < 8 else 0.9, 0.99)
-            beta1 = optimizer.param_groups[0]["betas"][0]
-            optimizer.zero_grad()
-            model.loss(step).backward()
-            optimizer.synchronize()
-            for i, mean in enumerate(model.mean_gradients(step)):
-                moments[i] = beta1 * moments[i] + (1 - beta1) * mean
-                if step < begin:
-                    # Adam corrects by the beta1 of the step, in which the moment is taken over here.
-                    corrected[i] = moments[i] / (1 - (beta1 * factor) ** (step + 1))
-                    continue
-                rest = 1 - beta1 ** (step + 1)
-                corrected[i] = corrected[i] * (beta1 - beta1 ** (step + 1)) / rest + mean * (1 - beta1) / rest
-                sums[i] += list(model.parameters())[i].grad
-                expected[i] += corrected[i]
-            with optimizer.skip_synchronize():
-                optimizer.step()
-            assert optimizer.param_groups[0]["betas"][0] == beta1
-            optimizer.param_groups[0]["betas"] = (beta1 * factor, 0.99)
-        residual = hvd.allreduce(compression.state_dict()["parameters"]["weight"]["v"])
-        torch.testing.assert_close(sums[0] + residual.view(40, 20), expected[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sums[1], expected[1], rtol=1e-4, atol=1e-4)
-        if kind == "stays":
-            torch.testing.assert_close(corrected[1], moments[1] / (1 - 0.9**12), rtol=1e-4, atol=1e-5)
+    factor = 0.98 if kind == "falls" else 1.0
+    model = Linear()
+    options = {**HALF, "min_numel": 100, "small": "float32", "values": "float16", "rampup_begin_step": begin}
+    optimizer, compression = wrap(way, model, adamw(model.parameters()), **options)
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    moments = [torch.zeros_like(p) for p in model.parameters()]
+    corrected = [torch.zeros_like(p) for p in model.parameters()]
+    for step in range(12):
+        if kind == "pauses":
+            optimizer.param_groups[0]["betas"] = (0.0 if 5 <= step < 8 else 0.9, 0.99)
+        beta1 = optimizer.param_groups[0]["betas"][0]
+        optimizer.zero_grad()
+        model.loss(step).backward()
+        optimizer.synchronize()
+        for i, mean in enumerate(model.mean_gradients(step)):
+            moments[i] = beta1 * moments[i] + (1 - beta1) * mean
+            if step < begin:
+                # Adam corrects by the beta1 of the step, in which the moment is taken over here.
+                corrected[i] = moments[i] / (1 - (beta1 * factor) ** (step + 1))
+                continue
+            rest = 1 - beta1 ** (step + 1)
+            corrected[i] = corrected[i] * (beta1 - beta1 ** (step + 1)) / rest + mean * (1 - beta1) / rest
+            sums[i] += list(model.parameters())[i].grad
+            expected[i] += corrected[i]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert optimizer.param_groups[0]["betas"][0] == beta1
+        optimizer.param_groups[0]["betas"] = (beta1 * factor, 0.99)
+    residual = hvd.allreduce(compression.state_dict()["parameters"]["weight"]["v"])
+    torch.testing.assert_close(sums[0] + residual.view(40, 20), expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums[1], expected[1], rtol=1e-4, atol=1e-4)
+    if kind == "stays":
+        torch.testing.assert_close(corrected[1], moments[1] / (1 - 0.9**12), rtol=1e-4, atol=1e-5)
 
 
 @case
@@ -172,23 +168,22 @@ def a_group_without_selected_tensors_keeps_its_own_moment_and_groups_may_differ(
         assert compression.engine.adoption.hyper.momentum[1] == 0
 
 
-@case
-def a_resumed_run_goes_on_bit_for_bit():
+@case(way="ab", saved_at=(3, 5, 8))
+def a_resumed_run_goes_on_bit_for_bit(way, saved_at):
     """Saved before the first selection, right at it, and after it."""
-    for way, saved_at in itertools.product("ab", (3, 5, 8)):
-        options = {**HALF, "rampup_begin_step": 5}
-        model = make_model()
-        optimizer, compression = wrap(way, model, adamw(model.parameters()), **options)
-        train(optimizer, model, saved_at)
-        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), compression.state_dict()))
-        train(optimizer, model, 8, start=saved_at)
-        again = make_model(seed=1)
-        resumed, other = wrap(way, again, adamw(again.parameters()), **options)
-        again.load_state_dict(state[0])
-        resumed.load_state_dict(state[1])
-        other.load_state_dict(state[2])
-        train(resumed, again, 8, start=saved_at)
-        assert worst_difference(again, model) == 0, (way, saved_at)
+    options = {**HALF, "rampup_begin_step": 5}
+    model = make_model()
+    optimizer, compression = wrap(way, model, adamw(model.parameters()), **options)
+    train(optimizer, model, saved_at)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), compression.state_dict()))
+    train(optimizer, model, 8, start=saved_at)
+    again = make_model(seed=1)
+    resumed, other = wrap(way, again, adamw(again.parameters()), **options)
+    again.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    other.load_state_dict(state[2])
+    train(resumed, again, 8, start=saved_at)
+    assert worst_difference(again, model) == 0
 
 
 @case
@@ -307,6 +302,24 @@ def a_step_of_the_users_own_keeps_the_moment_and_says_so():
     assert sum("its first moment stays in it" in str(w.message) for w in seen) == 1
     train(optimizer, model, 3)
     assert not any(compression.engine.adoption.hyper.momentum)
+
+
+@case
+def a_first_moment_behind_the_compressors_momentum_is_told():
+    for kind, told in ((torch.optim.AdamW, True), (torch.optim.Adam, True), (torch.optim.RMSprop, False)):
+        for momentum in (0.9, 0.0, None):
+            model = make_model()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                wrap("b", model, kind(model.parameters(), lr=0.01), momentum=momentum)
+            said = [str(w.message) for w in caught if "smooths what comes out of it once more" in str(w.message)]
+            assert len(said) == (told and momentum == 0.9), (kind, momentum, said)
+            assert all("leave momentum out" in text for text in said)
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer, _ = wrap("b", model, adamw(model.parameters(), betas=(0.0, 0.99)), momentum=0.9, sparsity=0.9)
+        train(optimizer, model, 4)
 
 
 class Lion(torch.optim.Optimizer):

@@ -14,12 +14,13 @@ from models import (
     loss_of,
     make_model,
     raises,
+    sgd,
     shared_folder,
     train,
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case, close_later, run_cases
 
 import dgc.torch as dgc
 from dgc.errors import ConfigError, DGCError, LayoutError, StallError
@@ -28,32 +29,27 @@ SPARSE = {"sparsity": 0.9, "min_numel": 64}
 EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32", "small": "float32"}
 
 
-@case
-def sparsity_0_equals_dense_sgd():
-    for way in "ab":
-        for name in ("nesterov decay", "plain"):
-            model = make_model()
-            expected = dense_reference(model, 20, **OPTIMIZERS[name])
-            inner = torch.optim.SGD(model.parameters(), lr=0.1, **OPTIMIZERS[name])
-            optimizer, _ = wrap(way, model, inner, hierarchical=2, **EXACT)
-            train(optimizer, model, 20)
-            assert worst_difference(model, expected) <= 1e-5, (way, name)
-            assert_replicas_identical(model, f"{way} {name}")
+@case(way="ab", name=("nesterov decay", "plain"))
+def sparsity_0_equals_dense_sgd(way, name):
+    model = make_model()
+    expected = dense_reference(model, 20, **OPTIMIZERS[name])
+    optimizer, _ = wrap(way, model, sgd(model, **OPTIMIZERS[name]), hierarchical=2, **EXACT)
+    train(optimizer, model, 20)
+    assert worst_difference(model, expected) <= 1e-5
+    assert_replicas_identical(model)
 
 
-@case
-def what_no_rank_uses_is_left_alone():
+@case(way="ab")
+def what_no_rank_uses_is_left_alone(way):
     def branch(rank, step):
         return "left" if step % 3 == 0 or (step % 3 == 1 and rank != 3) else "both"
 
-    for way in "ab":
-        model = make_model()
-        expected = dense_reference(model, 12, branch=branch, **OPTIMIZERS["nesterov decay"])
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, **OPTIMIZERS["nesterov decay"])
-        optimizer, _ = wrap(way, model, inner, hierarchical=2, **EXACT)
-        train(optimizer, model, 12, branch=lambda step: branch(hvd.rank(), step))
-        assert worst_difference(model, expected) <= 1e-5, (way, worst_difference(model, expected))
-        assert_replicas_identical(model, f"{way} unused")
+    model, own = make_model(), OPTIMIZERS["nesterov decay"]
+    expected = dense_reference(model, 12, branch=branch, **own)
+    optimizer, _ = wrap(way, model, sgd(model, **own), hierarchical=2, **EXACT)
+    train(optimizer, model, 12, branch=lambda step: branch(hvd.rank(), step))
+    assert worst_difference(model, expected) <= 1e-5
+    assert_replicas_identical(model)
 
 
 @case
@@ -89,7 +85,7 @@ def a_checkpoint_goes_on_bit_for_bit_and_other_ranks_refuse_it():
     straight, resumed = make_model(), make_model()
     made = {}
     for name, model in (("straight", straight), ("resumed", resumed)):
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        inner = sgd(model)
         made[name] = wrap("b", model, inner, hierarchical=2, **SPARSE)
         train(made[name][0], model, 5)
     dgc.save_checkpoint(directory, model=resumed, optimizer=made["resumed"][0], compression=made["resumed"][1])
@@ -100,7 +96,7 @@ def a_checkpoint_goes_on_bit_for_bit_and_other_ranks_refuse_it():
         ({"hierarchical": 4}, "one of 2"),
     ):
         model = make_model(seed=3)
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        inner = sgd(model)
         optimizer, compression = wrap("b", model, inner, **options, **SPARSE)
 
         def load(model=model, optimizer=optimizer, compression=compression):
@@ -120,7 +116,7 @@ def a_checkpoint_goes_on_bit_for_bit_and_other_ranks_refuse_it():
 @case
 def an_error_on_one_rank_is_one_on_all_and_a_reset_goes_on():
     model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inner = sgd(model)
     scale = [1.0]
     optimizer, compression = wrap("b", model, inner, hierarchical=2, loss_scale=lambda: scale[0], **SPARSE)
     train(optimizer, model, 2)
@@ -139,7 +135,7 @@ def an_error_on_one_rank_is_one_on_all_and_a_reset_goes_on():
 def a_group_that_gives_a_step_up_alone_is_an_error_and_a_reset_of_all_goes_on():
     """The groups' messages have other sizes then; nobody may be left in a collective of the step before."""
     model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inner = sgd(model)
     schedule = {"min_numel": 64, "sparsity": [0.5, 0.9, 0.99], "rampup_step": 6}
     optimizer, compression = wrap("b", model, inner, hierarchical=2, **schedule)
     train(optimizer, model, 4)
@@ -176,43 +172,40 @@ def learning_rates_that_differ_within_a_group_are_an_error_on_all():
     raises(DGCError, "rank 3 has another message|learning rate", lambda: train(optimizer, model, 2))
 
 
-@case
-def all_ranks_of_one_machine_are_one_node():
-    for asked, nodes in ((True, 1), ("auto", None), (4, 1), (2, 2)):
-        model = make_model()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer, compression = wrap("b", model, inner, hierarchical=asked, **SPARSE)
-        train(optimizer, model, 3)
-        assert compression.describe()["nodes"] == nodes
-        assert_replicas_identical(model, f"{asked}")
+@case(asked=(True, "auto", 4, 2))
+def all_ranks_of_one_machine_are_one_node(asked):
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model, momentum=0.0), hierarchical=asked, **SPARSE)
+    train(optimizer, model, 3)
+    assert compression.describe()["nodes"] == {True: 1, "auto": None, 4: 1, 2: 2}[asked]
+    assert_replicas_identical(model)
 
 
 @case
 def what_cannot_be_a_group_is_refused_everywhere():
     for asked in (3, 1, 0, -2, "yes", 2.5, None):
         model = make_model()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner = sgd(model, momentum=0.0)
         raises(
             (ConfigError, TypeError),
             "hierarchical",
             lambda asked=asked, m=model, i=inner: wrap("b", m, i, hierarchical=asked),
         )
     model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = sgd(model, momentum=0.0)
     raises(ConfigError, "needs MPI", lambda: wrap("b", model, inner, hierarchical=2, transport="horovod"))
 
 
-@case
-def other_compressors_send_as_one_too():
-    for name in ("qsgd", "onebit", "terngrad", "topk"):
-        model = make_model()
-        inner = torch.optim.SGD(model.parameters(), lr=0.05)
-        compression = getattr(dgc.Compression, name)(hierarchical=2, min_numel=64)
-        optimizer = dgc.DistributedOptimizer(inner, named_parameters=model.named_parameters(), compression=compression)
-        train(optimizer, model, 5)
-        assert compression.describe()["nodes"] == 2
-        assert_replicas_identical(model, name)
-        compression.close()
+@case(name=("qsgd", "onebit", "terngrad", "topk"))
+def other_compressors_send_as_one_too(name):
+    model = make_model()
+    compression = close_later(getattr(dgc.Compression, name)(hierarchical=2, min_numel=64))
+    optimizer = dgc.DistributedOptimizer(
+        sgd(model, lr=0.05, momentum=0.0), named_parameters=model.named_parameters(), compression=compression
+    )
+    train(optimizer, model, 5)
+    assert compression.describe()["nodes"] == 2
+    assert_replicas_identical(model)
 
 
 if __name__ == "__main__":

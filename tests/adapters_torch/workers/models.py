@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -14,6 +16,8 @@ from torch import nn
 from worker_tools import close_later
 
 import dgc.torch as dgc
+
+EXACT = {"sparsity": 0.0, "momentum_masking": False, "values": "float32"}
 
 OPTIMIZERS = {
     "plain": {"momentum": 0.0},
@@ -131,11 +135,68 @@ def worst_difference(actual: nn.Module, expected: nn.Module) -> float:
     return max(((a - e).abs().max() / e.abs().max()).item() for a, e in pairs)
 
 
-def assert_replicas_identical(model: nn.Module, name: str) -> None:
+def assert_replicas_identical(model: nn.Module, name: str = "") -> None:
     flat = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
     gathered = hvd.allgather(flat.unsqueeze(0), name=f"replicas.{name}")
     for rank in range(1, hvd.size()):
         assert torch.equal(gathered[0], gathered[rank]), f"rank {rank} differs from rank 0"
+
+
+def distribute(way, model, optimizer, hvd_options=None, **options):
+    """Wrapped by stock Horovod without compression ("dense"), or as by :func:`wrap`."""
+    if way != "dense":
+        return wrap(way, model, optimizer, hvd_options=hvd_options, **options)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **(hvd_options or {})), None
+
+
+def close(compression):
+    if compression is not None:
+        compression.close()
+
+
+def broadcast(model, optimizer):
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def quiet(function, *args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **kwargs)
+
+
+UPDATES = {
+    "clip": (1, True),
+    "clip, no skip": (1, False),
+    "clip twice": (3, False),
+    "mixed": None,
+}
+"""How often ``synchronize()`` is called in a step, with clipping after the first, and whether step() skips it."""
+
+
+def run_steps(way, make, update, *, passes=1, scale="", limit=0.5, hvd_options=None, **options):
+    """Eight steps that clip: one comes before its last pass, one may overflow. Returns model and compressor."""
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7, enabled=bool(scale))
+    if scale and way != "dense":
+        options["loss_scale"] = scaler
+    hvd_options = {"backward_passes_per_step": passes, **(hvd_options or {})}
+    optimizer, compression = distribute(way, model, make(model), hvd_options, **options)
+    for step in range(8):
+        optimizer.zero_grad()
+        for i in range(1 if step == 3 else passes):
+            overflows = scale == "overflow" and step == 5 and hvd.rank() == 1
+            scaler.scale(loss_of(model, step * passes + i) * (float("inf") if overflows else 1.0)).backward()
+        times, skips = UPDATES[update] or list(UPDATES.values())[step % 3]
+        for i in range(times):
+            optimizer.synchronize()
+            if i == 0:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+        with optimizer.skip_synchronize() if skips else contextlib.nullcontext():
+            quiet(scaler.step, optimizer)
+        scaler.update()
+    return model, compression
 
 
 SECONDS = 250

@@ -68,21 +68,21 @@ def plain(optimizer, model, step):
     optimizer.step()
 
 
-@case
-def every_sgd():
-    for options in (
-        {"momentum": 0.0},
-        {"momentum": 0.9},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.9, "weight_decay": 0.01},
-        {"momentum": 0.9, "foreach": True},
-        {"momentum": 0.9, "fused": True},
-    ):
-        make = partial(sgd, **options)
-        both(plain, way="a", optimizer=make, steps=20)
-        model, _, _ = both(plain, optimizer=make)
-        dropped = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")], (options, dropped)
+SGDS = {
+    "plain": {"momentum": 0.0},
+    "momentum": {},
+    "nesterov": {"nesterov": True},
+    "decay": {"weight_decay": 0.01},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+@case(way="ab", kind=SGDS)
+def every_sgd(way, kind):
+    model, _, _ = both(plain, way=way, optimizer=partial(sgd, **SGDS[kind]), steps=20 if way == "a" else many())
+    dropped = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")]
 
 
 @case
@@ -101,8 +101,8 @@ def groups_with_their_own_rates():
     both(plain, optimizer=optimizer)
 
 
-@case
-def schedules_of_rate_and_momentum():
+@case(way="ab")
+def schedules_of_rate_and_momentum(way):
     schedules = {}
 
     def train(optimizer, model, step):
@@ -113,23 +113,28 @@ def schedules_of_rate_and_momentum():
         plain(optimizer, model, step)
         schedules[id(optimizer)].step()
 
-    both(train)
-    both(train, way="a")
+    both(train, way=way)
 
 
-@case
-def accumulation_and_sums_and_other_compressors():
+@case(way="ab")
+def accumulated_gradients(way):
     def twice(optimizer, model, step):
         optimizer.zero_grad()
         for part in range(2):
             loss_of(model, 2 * step + part).backward()
         optimizer.step()
 
-    both(twice, hvd_options={"backward_passes_per_step": 2})
-    both(twice, way="a", hvd_options={"backward_passes_per_step": 2}, steps=20)
+    both(twice, way=way, hvd_options={"backward_passes_per_step": 2}, steps=20)
+
+
+@case
+def summed_gradients():
     both(plain, hvd_options={"op": hvd.Sum}, optimizer=lambda m: sgd(m, lr=0.02))
-    for values in ("float32", "int8"):
-        both(plain, options={"values": values, "indices": "uint16"}, steps=20)
+
+
+@case(values=("float32", "int8"))
+def other_codecs(values):
+    both(plain, options={"values": values, "indices": "uint16"}, steps=20)
 
 
 @case
@@ -144,8 +149,8 @@ def a_ramp_up_and_unused_parameters():
     assert math.isclose(compression.describe()["density"], 0.01)
 
 
-@case
-def clipping_after_synchronize_gets_dense_gradients():
+@case(way="ab")
+def clipping_after_synchronize_gets_dense_gradients(way):
     norms = []
 
     def train(optimizer, model, step):
@@ -157,15 +162,13 @@ def clipping_after_synchronize_gets_dense_gradients():
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    for way in "ab":
-        norms.clear()
-        *_, compression = both(train, way=way, sparse=False)
-        assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
-        assert compression.describe()["updates"] == "dense: synchronize() is called before step()"
+    *_, compression = both(train, way=way, sparse=False)
+    assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
+    assert compression.describe()["updates"] == "dense: synchronize() is called before step()"
 
 
-@case
-def now_and_then_a_look_at_the_gradients():
+@case(way="ab")
+def now_and_then_a_look_at_the_gradients(way):
     def train(optimizer, model, step):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -177,44 +180,48 @@ def now_and_then_a_look_at_the_gradients():
         else:
             optimizer.step()
 
-    for way in "ab":
-        both(train, way=way, steps=43)  # the last step comes after one without a look
+    both(train, way=way, steps=43)  # the last step comes after one without a look
+
+
+def with_closure(optimizer, model, step):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    optimizer.step(lambda: None)
+
+
+def with_hook(optimizer, model, step):
+    if step == 0:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    plain(optimizer, model, step)
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        assert all(p.grad is not None for g in self.param_groups for p in g["params"] if p.requires_grad)
+        return super().step(closure)
+
+
+NEEDS = {
+    "a closure": (with_closure, sgd, {}),
+    "a hook": (with_hook, sgd, {}),
+    "a step of its own": (plain, lambda m: Own(m.parameters(), lr=0.1, momentum=0.9), {}),
+    "a rate that is a tensor": (plain, lambda m: sgd(m, lr=torch.tensor(0.1)), {}),
+    "Adam": (plain, lambda m: torch.optim.Adam(m.parameters(), lr=0.01), {}),
+    "a loss scale": (plain, sgd, {"momentum": 0.0, "loss_scale": 1024.0}),
+    "maximize": (plain, lambda m: sgd(m, momentum=0.0, maximize=True), {"momentum": 0.9}),
+    "momentum of its own": (plain, sgd, {"momentum": 0.0}),
+}
+
+
+@case(kind=NEEDS)
+def what_needs_the_dense_result_gets_it(kind):
+    train, optimizer, options = NEEDS[kind]
+    model, _, _ = both(train, optimizer=optimizer, options=options, sparse=False, steps=8)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 @case
-def what_needs_the_dense_result_gets_it():
-    def closure(optimizer, model, step):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step(lambda: None)
-
-    def hooked(optimizer, model, step):
-        if step == 0:
-            optimizer.register_step_pre_hook(lambda *_: None)
-        plain(optimizer, model, step)
-
-    class Own(torch.optim.SGD):
-        def step(self, closure=None):
-            assert all(p.grad is not None for g in self.param_groups for p in g["params"] if p.requires_grad)
-            return super().step(closure)
-
-    rate = lambda m: torch.optim.SGD(m.parameters(), lr=torch.tensor(0.1), momentum=0.9)  # noqa: E731
-    for train, optimizer, options in (
-        (closure, sgd, {}),
-        (hooked, sgd, {}),
-        (plain, lambda m: Own(m.parameters(), lr=0.1, momentum=0.9), {}),
-        (plain, rate, {}),
-        (plain, lambda m: torch.optim.Adam(m.parameters(), lr=0.01), {}),
-        (plain, sgd, {"momentum": 0.0, "loss_scale": 1024.0}),
-        (plain, lambda m: sgd(m, momentum=0.0, maximize=True), {"momentum": 0.9}),
-        (plain, sgd, {"momentum": 0.0}),
-    ):
-        model, _, _ = both(train, optimizer=optimizer, options=options, sparse=False, steps=8)
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-@case
-def parameters_that_are_strided_or_half():
+def parameters_that_are_strided():
     def optimizer(model):
         model.left.weight.data = model.left.weight.data.t().contiguous().t()
         return sgd(model)
@@ -288,49 +295,54 @@ def an_exchange_in_a_later_step_holds_no_gradient_of_this_one():
     assert not any(given), "the gradients' memory is kept"
 
 
-@case
-def whoever_looks_at_gradients_between_exchange_and_update_gets_the_averaged_ones():
-    def clip(model):
-        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+def clip(model):
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
-    def own_step(optimizer, model, step):
-        if step == 0:
-            horovods = optimizer.step
 
-            def step_of_the_user(self, closure=None):
-                self.synchronize()
-                clip(model)
-                with self.skip_synchronize():
-                    return horovods(closure)
+def own_step(optimizer, model, step):
+    if step == 0:
+        horovods = optimizer.step
 
-            step_of_the_user.__code__ = step_of_the_user.__code__.replace(co_name="step")
-            optimizer.step = types.MethodType(step_of_the_user, optimizer)
-        plain(optimizer, model, step)
-
-    def own_synchronize(optimizer, model, step):
-        if step == 0:
-            horovods = optimizer.synchronize
-            optimizer.synchronize = lambda: (horovods(), clip(model))
-        plain(optimizer, model, step)
-
-    def own_step_of_the_class(optimizer, model, step):
-        torchs = torch.optim.SGD.step
-
-        def clipping(self, closure=None):
+        def step_of_the_user(self, closure=None):
+            self.synchronize()
             clip(model)
-            return torchs(self, closure)
+            with self.skip_synchronize():
+                return horovods(closure)
 
-        torch.optim.SGD.step = clipping
-        try:
-            sgd(model)  # makes torch call its hooks before this step, too
-            plain(optimizer, model, step)
-        finally:
-            torch.optim.SGD.step = torchs
+        step_of_the_user.__code__ = step_of_the_user.__code__.replace(co_name="step")
+        optimizer.step = types.MethodType(step_of_the_user, optimizer)
+    plain(optimizer, model, step)
 
-    for train in (own_step, own_synchronize, own_step_of_the_class):
-        for way in "ab":
-            both(train, way=way, sparse=False, steps=6)
+
+def own_synchronize(optimizer, model, step):
+    if step == 0:
+        horovods = optimizer.synchronize
+        optimizer.synchronize = lambda: (horovods(), clip(model))
+    plain(optimizer, model, step)
+
+
+def own_step_of_the_class(optimizer, model, step):
+    torchs = torch.optim.SGD.step
+
+    def clipping(self, closure=None):
+        clip(model)
+        return torchs(self, closure)
+
+    torch.optim.SGD.step = clipping
+    try:
+        sgd(model)  # makes torch call its hooks before this step, too
+        plain(optimizer, model, step)
+    finally:
+        torch.optim.SGD.step = torchs
+
+
+LOOKS = {"step": own_step, "synchronize": own_synchronize, "step of the class": own_step_of_the_class}
+
+
+@case(way="ab", by=LOOKS)
+def whoever_looks_at_gradients_between_exchange_and_update_gets_the_averaged_ones(way, by):
+    both(LOOKS[by], way=way, sparse=False, steps=6)
 
 
 @case
@@ -348,8 +360,8 @@ def hooks_after_the_step_see_its_gradients():
     assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
 
 
-@case
-def gradients_in_a_buffer_of_the_script_are_written_there():
+@case(way="ab")
+def gradients_in_a_buffer_of_the_script_are_written_there(way):
     flats = {}
 
     def in_one_buffer(optimizer, model, step):
@@ -359,12 +371,12 @@ def gradients_in_a_buffer_of_the_script_are_written_there():
             for p, part in zip(ours, flats[id(optimizer)].split([p.numel() for p in ours]), strict=True):
                 p.grad = part.view_as(p)
         flats[id(optimizer)].zero_()
+        assert not any(p.grad.any() for p in model.parameters() if p.requires_grad)
         loss_of(model, step).backward()
         optimizer.step()
 
-    for way in "ab":
-        *_, compression = both(in_one_buffer, way=way, optimizer=partial(sgd, lr=0.001), sparse=False, steps=10)
-        assert "part of a larger tensor" in compression.describe()["updates"]
+    *_, compression = both(in_one_buffer, way=way, optimizer=partial(sgd, lr=0.001), sparse=False, steps=10)
+    assert "part of a larger tensor" in compression.describe()["updates"]
 
 
 @case
@@ -386,25 +398,23 @@ def a_model_without_a_dense_tensor_gets_dense_results():
     assert torch.equal(*seen)
 
 
-@case
-def a_backward_pass_after_results_that_were_not_written_is_refused():
+@case(way="ab")
+def a_backward_pass_after_results_that_were_not_written_is_refused(way):
     """Where dense training adds to all of them."""
-    for way in "ab":
-        model = make_model(width=128)
-        optimizer, compression = wrap(way, model, sgd(model, momentum=0.0), **SPARSE)
-        plain(optimizer, model, 0)
-        assert compression.describe()["updates"] == "sparse"
+    model = make_model(width=128)
+    optimizer, compression = wrap(way, model, sgd(model, momentum=0.0), **SPARSE)
+    plain(optimizer, model, 0)
+    assert compression.describe()["updates"] == "sparse"
 
-        def again():
-            loss_of(model, 1).backward()  # noqa: B023
-            optimizer.step()  # noqa: B023
+    def again():
+        loss_of(model, 1).backward()
+        optimizer.step()
 
-        on_every_rank(dgc.ConfigError, "give the compressor sparse_updates=False", again)
-        compression.close()
+    on_every_rank(dgc.ConfigError, "give the compressor sparse_updates=False", again)
 
 
-@case
-def parameters_that_left_their_group_are_not_updated():
+@case(way="ab")
+def parameters_that_left_their_group_are_not_updated(way):
     def groups(model):
         left = list(model.left.parameters())
         others = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("left")]
@@ -415,8 +425,7 @@ def parameters_that_left_their_group_are_not_updated():
             optimizer.param_groups.pop()
         plain(optimizer, model, step)
 
-    for way in "ab":
-        both(train, way=way, optimizer=groups, sparse=False, steps=8)
+    both(train, way=way, optimizer=groups, sparse=False, steps=8)
 
 
 @case

@@ -1,17 +1,13 @@
-"""Bad input on real ranks: one clear error on every rank, and no rank hangs."""
+"""Errors that one rank meets under each launcher: every rank gets one, and none hangs."""
 
 import re
 from pathlib import Path
 
 import pytest
 from launch_tools import run_mpi
-from rank_jobs import each_case, once
+from rank_jobs import once
 
-WORKER = Path(__file__).parent / "workers" / "bad_input_cases.py"
-
-
-test_bad_input = each_case(WORKER)
-
+WORKERS = Path(__file__).parent / "workers"
 
 JOINED = """
 import sys
@@ -42,7 +38,7 @@ report("no error")
     once((way, launcher) for launcher in ("mpirun", "horovodrun", "gloo") for way in "ba"),
 )
 def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
-    source = JOINED.format(workers=str(WORKER.parent), way=way)
+    source = JOINED.format(workers=str(WORKERS), way=way)
     stall = {} if launcher == "gloo" else {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}  # where MPI carries gradients
     result = run_mpi(2, source, launcher=launcher, env=stall, check=False)
     assert not result.timed_out, result.explain()
@@ -92,7 +88,7 @@ report([text, linear.weight.sum().item()])
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", once(["mpirun", "gloo"]))
 def test_a_gradient_that_is_refused_at_once_reaches_all_ranks(ranks, launcher):
-    result = ranks.run(DENSIFIED.format(workers=str(WORKER.parent)), 2, launcher=launcher)
+    result = ranks.run(DENSIFIED.format(workers=str(WORKERS)), 2, launcher=launcher)
     (text, own), other = result.values
     assert other == [text, own]
     assert text.startswith("rank 1 failed in step 2: 'embedding' has sparse gradients"), text
@@ -123,7 +119,7 @@ except dgc.LayoutError as error:
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", once(["mpirun", "horovodrun", "gloo"]))
 def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(ranks, launcher):
-    result = ranks.run(STRANGER.format(workers=str(WORKER.parent)), 2, launcher=launcher)
+    result = ranks.run(STRANGER.format(workers=str(WORKERS)), 2, launcher=launcher)
     # The other rank finds it, too, when it has to fill in the gradient that only this one computed.
     text = r"rank [01] failed in step 0: Horovod passed a gradient that belongs to no parameter"
     assert len(result.values) == 2, result.explain()
@@ -145,7 +141,7 @@ def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(ranks, la
 def test_mpi_that_cannot_be_used_is_refused_on_every_rank(ranks, launcher, env, options, expected):
     source = f"""
 import sys
-sys.path.insert(0, {str(WORKER.parent)!r})
+sys.path.insert(0, {str(WORKERS)!r})
 import horovod.torch as hvd, torch
 from models import make_model, wrap
 from worker_tools import report

@@ -1,0 +1,83 @@
+"""``Join`` with DDP's communication hook, under torchrun: ranks with different numbers of batches."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, loss_of, make_model, on_every_rank
+from ddp_tools import LEFT, dense, hooked, train
+from torch.distributed.algorithms.join import Join
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+KINDS = {"all sent": EXACT, "momentum stays": LEFT, "sparse": {"sparsity": 0.99}}
+
+
+@case(difference=(1, 5, 17), kind=KINDS)
+def join_with_the_state(difference, kind):
+    model, optimizer, state = hooked(make_model(width=128), options=KINDS[kind])
+    reference = dense(make_model(width=128))
+    count = 2 + difference * dist.get_rank()
+    with Join([model, state]):
+        train(model, optimizer, count)
+    with Join([reference[0]]):
+        train(*reference, count)
+    assert_identical(model)
+    assert state.compression.stats.steps == 2 + difference * (dist.get_world_size() - 1)
+    if kind != "sparse":
+        assert_close(model, reference[0])
+    train(model, optimizer, 5, start=30)
+    assert_identical(model)
+
+
+@case
+def join_in_the_middle_of_an_accumulation():
+    """Rank 1 ends inside no_sync(): what it has accumulated is dropped, as by DDP, and replicas stay alike."""
+    model, optimizer, state = hooked(
+        make_model(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), {"sparsity": 0.9}
+    )
+    with Join([model, state]):
+        for step in range(10 - 5 * dist.get_rank()):
+            with contextlib.nullcontext() if step % 2 else model.no_sync():
+                loss_of(model, step).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_identical(model)
+    train(model, optimizer, 5, start=30)
+    assert_identical(model)
+
+
+@case(momentum=(0.0, 0.9))
+def join_without_the_state_is_refused_where_the_compressor_has_momentum(momentum):
+    make = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum)  # noqa: E731
+    model, optimizer, _ = hooked(make_model(), make, {"sparsity": 0.9})
+
+    def uneven():
+        with model.join():
+            train(model, optimizer, 3 + 4 * dist.get_rank())
+        assert_identical(model)
+        train(model, optimizer, 5, start=30)
+        assert_identical(model)
+
+    if momentum:
+        on_every_rank(dgc.ConfigError, r"use Join\(\[model, state\]\)", uneven)
+    else:
+        uneven()
+
+
+@case
+def wrong_arguments_of_join():
+    model, _, state = hooked(make_model())
+    on_every_rank(dgc.ConfigError, r"Join\(\[model, state\]\)", lambda: Join([state, model]))
+    on_every_rank(dgc.ConfigError, "divides by all", lambda: Join([model, state], divide_by_initial_world_size=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    model, _, state = hooked(make_model(), options={"loss_scale": scaler})
+    on_every_rank(dgc.ConfigError, r"Join\(\[model\]\) alone", lambda: Join([model, state]))
+
+
+if __name__ == "__main__":
+    run_cases()

@@ -1,0 +1,42 @@
+"""Models in DDP with its communication hook, and without."""
+
+from __future__ import annotations
+
+import torch
+from adapters_torch.torchrun_tools import EXACT, SGD, loss_of
+from torch.nn.parallel import DistributedDataParallel
+from worker_tools import close_later
+
+import dgc.torch as dgc
+
+LEFT = {**EXACT, "momentum": 0.0, "weight_decay": 0.0}  # momentum and decay stay in the optimizer
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{**SGD, **options})
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+def hooked(module, make_optimizer=sgd, options=None, **ddp):
+    """A DDP model with the hook, its optimizer, and the state."""
+    model = DistributedDataParallel(module, **ddp)
+    optimizer = make_optimizer(model)
+    compression = close_later(dgc.Compression.dgc(**(EXACT if options is None else options)))
+    state = dgc.ddp.CompressionState(compression, optimizer)
+    model.register_comm_hook(state, dgc.ddp.compression_hook)
+    return model, optimizer, state
+
+
+def dense(module, make_optimizer=sgd, **ddp):
+    model = DistributedDataParallel(module, **ddp)
+    return model, make_optimizer(model)
+
+
+def train(model, optimizer, steps=20, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()

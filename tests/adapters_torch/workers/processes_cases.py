@@ -1,0 +1,128 @@
+"""What else lives beside the exchange, on 2 real ranks: worker processes, threads, copies of the model."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import os
+import sys
+import threading
+import time
+
+import torch
+from horovod_holds import every_tensor_is_held
+from models import (
+    EXACT,
+    assert_replicas_identical,
+    dense_reference,
+    loss_of,
+    make_model,
+    sgd,
+    train,
+    worst_difference,
+    wrap,
+)
+from torch import nn
+from worker_tools import OPENED, case, run_cases
+
+
+class Batches(torch.utils.data.Dataset):
+    """The batches of one rank, made in a worker process."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, step):
+        generator = torch.Generator().manual_seed(1000 * step + int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+        return torch.randn(8, 20, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+
+
+@case("mpirun", way="ab")
+def forked_workers_of_a_data_loader_come_and_go(way):
+    model = make_model()
+    expected = dense_reference(model, 6, momentum=0.9)
+    optimizer, _ = wrap(way, model, sgd(model), **EXACT)
+    done = 0
+    for _ in range(2):  # epochs: workers are forked while the communication thread lives, and end
+        loader = torch.utils.data.DataLoader(Batches(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+        for step, (x, y) in enumerate(loader):
+            if step // 3 != done // 3:
+                continue
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            done += 1
+    assert done == 6
+    assert worst_difference(model, expected) <= 1e-5
+
+
+@case("gloo")
+def a_job_goes_on_when_children_end():
+    """As those of a data loader do; under MPI this is in ``transport/test_mpi_exit.py``."""
+    model = make_model()
+    optimizer, _ = wrap("b", model, sgd(model), sparsity=0.9)
+    for step in range(6):
+        train(optimizer, model, 1, start=step)
+        if step in (2, 4):
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert_replicas_identical(model)
+
+
+@case("mpirun")
+def a_dozen_optimizers_that_nobody_closes_end_their_threads():
+    before = set(threading.enumerate())
+    for way, seed in itertools.product("ab", range(12)):
+        model = make_model(seed)
+        expected = dense_reference(model, 2, momentum=0.9)
+        optimizer, _ = wrap(way, model, sgd(model), **EXACT)
+        train(optimizer, model, 2)
+        assert worst_difference(model, expected) <= 1e-5, (way, seed)
+    OPENED.clear()
+    del optimizer, model, _
+    gc.collect()
+    deadline = time.monotonic() + 300
+    while len(left := set(threading.enumerate()) - before) > 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
+    assert len(left) <= 2, left
+
+
+@case("mpirun", way="ab")
+def averaged_and_copied_models_do_not_touch_the_trained_one(way):
+    model = make_model()
+    expected = dense_reference(model, 6, momentum=0.9)
+    optimizer, _ = wrap(way, model, sgd(model), **EXACT)
+    ema = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda a, p, n: 0.5 * a + 0.5 * p)
+    copies = []
+
+    def after(step):
+        ema.update_parameters(model)
+        copies.append(copy.deepcopy(model))
+
+    train(optimizer, model, 6, after=after)
+    assert worst_difference(model, expected) <= 1e-5
+    assert worst_difference(copies[-1], model) == 0
+    assert worst_difference(copies[0], model) > 0
+    again = copy.deepcopy(copies[2])
+    loss_of(again, 9).backward()  # a copy's gradients are nobody's business
+    train(optimizer, model, 1, start=6)
+
+
+@case("mpirun")
+def what_horovod_holds_of_ours_has_another_reference():
+    """Its thread must never be the last one but Python's to let go of a tensor: for that it would need the GIL."""
+    from dgc.torch import horovod
+
+    with every_tensor_is_held(horovod, at_least=40):
+        for way, chosen in itertools.product("ab", ("auto", "horovod")):
+            model = make_model()
+            optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9, transport=chosen)
+            train(optimizer, model, 3)
+
+
+if __name__ == "__main__":
+    run_cases()

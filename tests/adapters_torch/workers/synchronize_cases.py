@@ -1,0 +1,110 @@
+"""``synchronize()`` and ``skip_synchronize()``, on 2 real ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from models import (
+    EXACT,
+    assert_replicas_identical,
+    close,
+    distribute,
+    flat,
+    loss_of,
+    make_model,
+    on_every_rank,
+    quiet,
+    run_steps,
+    sgd,
+    worst_difference,
+    wrap,
+)
+from worker_tools import case, run_cases
+
+import dgc.torch as dgc
+
+OPTIMIZERS = {
+    "SGD": lambda m: sgd(m, nesterov=True, weight_decay=0.01),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
+}
+KINDS = {
+    "plain": {},
+    "accumulated": {"passes": 2},
+    "overflow": {"scale": "overflow"},
+    "groups": {"hvd_options": {"groups": 2}},
+}
+
+
+@case(way="ab", optimizer=OPTIMIZERS, kind=KINDS)
+def a_second_synchronize_hands_back_the_same_results(way, optimizer, kind):
+    """Also by step(), and after clipping and unscaling."""
+    if (way, kind) == ("b", "groups"):
+        return  # groups are Horovod's
+    make = OPTIMIZERS[optimizer]
+    expected, first = run_steps(way, make, "clip", sparsity=0.9, **KINDS[kind])
+    for update, more in (("clip, no skip", 1), ("clip twice", 3), ("mixed", None)):
+        model, second = run_steps(way, make, update, sparsity=0.9, **KINDS[kind])
+        assert torch.equal(flat(model), flat(expected)), update
+        assert_replicas_identical(model)
+        assert second.stats.steps == first.stats.steps == 8
+        assert second.describe()["step"] == 8 - first.stats.refused_steps == (7 if kind == "overflow" else 8)
+        assert np.isclose(second.residual_norm, first.residual_norm, rtol=1e-6)
+        placeholders = second.stats.total.bytes_sent - first.stats.total.bytes_sent
+        if more and kind != "overflow":
+            assert placeholders == (8 * more * 8 * 4 if way == "a" else 0), placeholders
+        second.close()
+
+
+@case(way="ab", passes=(1, 2))
+def gradients_may_be_taken_out_after_synchronize(way, passes):
+    """A layer that is not to move yet: its ``.grad`` is removed, and step() averages what is left no second time."""
+    models = []
+    for kind in ("dense", way):
+        model = make_model()
+        options = {} if kind == "dense" else EXACT
+        given = {"backward_passes_per_step": passes}
+        optimizer, compression = distribute(kind, model, sgd(model, momentum=0.0), given, **options)
+        for step in range(6):
+            optimizer.zero_grad()
+            for i in range(passes):
+                loss_of(model, step * passes + i).backward()
+            optimizer.synchronize()
+            if step < 3:
+                model.last.zero_grad(set_to_none=True)
+            quiet(optimizer.step)
+        models.append(model)
+        assert compression is None or compression.describe()["step"] == 6
+        close(compression)
+    assert worst_difference(*models) <= 1e-5
+
+
+def scale(parameters):
+    for p in parameters:
+        p.grad.mul_(0.5)
+
+
+def remove(parameters):
+    for p in parameters[-2:]:
+        p.grad = None
+
+
+@case("mpirun", "gloo")
+def changing_averaged_gradients_on_one_rank_alone_is_an_error():
+    """Dense training averages them again in step(); here the replicas would drift apart."""
+    for way, change in itertools.product("ab", (scale, remove)):
+        model = make_model()
+        optimizer, _ = wrap(way, model, sgd(model), sparsity=0.99)
+        loss_of(model, 0).backward()
+        optimizer.synchronize()
+        if hvd.rank() == 1:
+            change([p for p in model.parameters() if p.requires_grad])
+        before = flat(model).clone()
+        on_every_rank(dgc.ConfigError, "in different ways", lambda o=optimizer: quiet(o.step))
+        assert torch.equal(flat(model), before)
+
+
+if __name__ == "__main__":
+    run_cases()
