@@ -1,6 +1,6 @@
-"""One step's gradients of this rank in, reduced gradients out, for the tape and all optimizers: compressed or dense.
+"""Reduce one step's gradients over the ranks, compressed or dense, for the tape and all optimizers.
 
-What a distributed optimizer holds is :class:`Settings`: its reducer, whose arguments are saved with the model.
+A distributed optimizer holds a :class:`Settings`: a reducer whose arguments are saved with the model.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from dgc.tensorflow.tensors import (
 
 
 class Sums:
-    """``backward_passes_per_step`` of one reducer.
+    """Adds up the gradients of several backward passes, for ``backward_passes_per_step``.
 
     Attributes:
-        passes: so many gradients make one sum.
-        passed: of the sum under way; 0 when there is none.
+        passes: the number of passes that make one sum.
+        passed: the number of passes in the current sum; 0 when there is none.
     """
 
     def __init__(self, passes: int, average: bool) -> None:
-        """Begin with nothing; ``average`` divides a sum by the number of its passes."""
+        """``average`` divides a sum by the number of its passes."""
         self.passes, self.passed = passes, 0
         self._factor = 1.0 / passes if average else 1.0
         self._sums: list[np.ndarray] = []
         self._of: tuple[Any, ...] = ()
 
     def add(self, arrays: Sequence[np.ndarray], generation: int = 0) -> list[np.ndarray]:
-        """Add one pass; after the last one ``passed`` is 0 again and the result complete."""
+        """Add one pass and return the sum, which is complete when ``passed`` is 0 again."""
         of = generation, *(a.shape for a in arrays)
         if of != self._of:
             self._of, self.passed = of, 0
@@ -59,7 +59,7 @@ class Sums:
             np.add(total, array, out=total, casting="same_kind")
         self.passed = (self.passed + 1) % self.passes
         if self.passed:
-            # Never the sums themselves: TensorFlow keeps what it is given, and they go on changing.
+            # Copies, because TensorFlow keeps the arrays that it is given, and these still change.
             return [total.copy() for total in self._sums]
         sums, self._sums = self._sums, []
         for total in sums:
@@ -72,16 +72,16 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """Options of a wrapper beside the optimizer and the compression.
+    """A wrapper's options, without the optimizer and the compression.
 
     Attributes:
-        op: "average" or "sum", where there is no compressor, which knows its own.
+        op: "average" or "sum", for the dense exchange; a compressor has its own.
         process_set: the ranks that exchange; None for the compressor's own, or all.
-        sparse_as_dense: turn ``tf.IndexedSlices`` into tensors, which are compressed too.
+        sparse_as_dense: turn ``tf.IndexedSlices`` into tensors, which can be compressed.
         passes: ``backward_passes_per_step``: gradients of this many steps are added up before they are exchanged.
         average_passes: divide the added gradients by ``passes``.
-        predivide: ``gradient_predivide_factor`` of Horovod's dense exchange: this much of the average's division is
-            done before the sum. Ours divides once, in float32.
+        predivide: ``gradient_predivide_factor``: Horovod's dense exchange divides gradients by this number before it
+            sums them, and divides the rest afterwards. A compressor divides only once, in float32.
     """
 
     op: str = "average"
@@ -93,24 +93,25 @@ class ReduceOptions:
 
 
 DEFAULTS = ReduceOptions()
-"""Average over the compressor's ranks, at each step."""
 
 
 class Reducer:
     """Reduces the gradients of one tape or optimizer: compressed, or with Horovod's allreduce.
 
     Attributes:
-        options: how.
+        options: the wrapper's options.
         compression: the compressor; None if gradients are sent dense.
     """
 
     def __init__(
         self, compression: Any = None, options: ReduceOptions = DEFAULTS, *, user: str = "a distributed optimizer"
     ) -> None:
-        """Check what fits together. Local: no communication.
+        """Check the arguments, without asking other ranks.
 
-        ``compression`` may be one of Horovod's, or None for ``Compression.none``; ``user`` is for the error when two
-        share a compressor.
+        Args:
+            compression: a compressor of dgc, one of Horovod's, or None for ``Compression.none``.
+            options: the wrapper's options.
+            user: names the owner, for the error when two users share a compressor.
         """
         self.options = options
         self._sums = Sums(options.passes, options.average_passes)
@@ -134,10 +135,10 @@ class Reducer:
         """Exchange one step's gradients, now or in the graph being built.
 
         Args:
-            gradients: one per variable; None where the loss does not depend on it.
-            variables: the same ones, in the same order, in every step.
-            optimizer: whose momentum is adopted and whose learning rate counts; None where the compressor has it.
-            loss_scale: the factor of the gradients, divided out before anything else; None for none.
+            gradients: one for each variable; None if the loss does not depend on the variable.
+            variables: the same variables, in the same order, in every step.
+            optimizer: the optimizer, for its momentum and learning rate; None if the compressor has it.
+            loss_scale: the gradients are divided by this number first; None does nothing.
 
         Returns:
             The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (:mod:`dgc.tensorflow.tensors`).
@@ -162,7 +163,7 @@ class Reducer:
         self, engine: Engine, gradients: list[Gradient], variables: list[Variable]
     ) -> tuple[list[Gradient], tf.Tensor]:
         indices, gradients = engine.begin(variables, gradients)
-        # Sorted by registration, so that a caller who orders variables differently means the same group.
+        # Sorted by index, so that the order of the caller's variables does not matter.
         dense = sorted((index, i) for i, index in enumerate(indices) if gradients[i] is not None)
         if not dense:
             return gradients, tf.constant(APPLY, tf.int32)
@@ -179,7 +180,7 @@ class Reducer:
         return reduced, verdict
 
     def _added(self, gradients: list[Gradient]) -> tuple[list[Gradient], tf.Tensor]:
-        """This rank's own gradients, added up; the verdict is ACCUMULATED before the last pass."""
+        """Add up this rank's gradients over passes. The verdict is ACCUMULATED until the last pass."""
         if any(isinstance(g, tf.IndexedSlices) for g in gradients):
             raise ConfigError(
                 "backward_passes_per_step > 1 (gradient accumulation) cannot add up sparse gradients; pass "
@@ -196,14 +197,14 @@ class Reducer:
         parameters: Sequence[Variable] = (),
         variables: Sequence[Variable] = (),
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Add up and, with the ``indices`` of the variables, exchange the gradients in some places."""
+        """Add up the gradients in ``places``. With the variables' ``indices``, exchange the sum."""
         step = _built_step_of(self.compression, self._sums, indices)
         given = [tf.convert_to_tensor(gradients[i]) for i in places]
         results, verdict = cross(step, given, rate, parameters, variables)
         return _replaced(gradients, places, results), verdict
 
     def _dense(self, gradients: list[Gradient], variables: list[Variable]) -> tuple[list[Gradient], tf.Tensor]:
-        """Average or sum with Horovod's own collectives."""
+        """Average or sum gradients with Horovod's own collectives."""
         members = HOROVOD.of(self.options.process_set).members
         names = None if is_alone(members) else [self._names.of(raw_variable(v), members) for v in variables]
         places = _places(gradients)
@@ -216,7 +217,7 @@ class Reducer:
             results, verdict = exchange(gradients)
         else:
             added, passed = self._added(gradients)
-            # All ranks are in the same pass, so all of them meet in the allreduce or none.
+            # All ranks are in the same pass, so either all or none of them call the allreduce.
             results, verdict = tf.cond(
                 tf.not_equal(passed, ACCUMULATED),
                 lambda: exchange(added),
@@ -257,11 +258,11 @@ def _replaced(gradients: Sequence[Gradient], places: Sequence[int], results: Seq
 
 
 def _built_step_of(compression: DGCCompressor | None, sums: Sums, indices: Sequence[int] | None) -> Step:
-    """The function that a graph calls in each step.
+    """Return the function that a graph calls in each step.
 
-    TensorFlow keeps what a graph calls for as long as the process lives, so this must hold neither the compressor nor
-    anything that is as large as the model. The model holds the compressor (:meth:`DGCCompressor.bind`). ``indices`` is
-    None where gradients are only added up.
+    TensorFlow keeps this function until the process ends. So it must hold neither the compressor nor anything as large
+    as the model. The model holds the compressor (:meth:`DGCCompressor.bind`). If ``indices`` is None, the function only
+    adds up gradients.
     """
     reference = None if compression is None else weakref.ref(compression)
     adding, several = weakref.ref(sums), sums.passes > 1
@@ -281,7 +282,7 @@ def _built_step_of(compression: DGCCompressor | None, sums: Sums, indices: Seque
 
 
 def scaled(gradients: Sequence[Gradient], factor: tf.Tensor | float) -> list[Gradient]:
-    """Gradients times a factor, which is cast to their types."""
+    """Return gradients times a factor, which is cast to their types."""
 
     def times(gradient: Gradient) -> Gradient:
         if isinstance(gradient, tf.IndexedSlices):
@@ -291,8 +292,8 @@ def scaled(gradients: Sequence[Gradient], factor: tf.Tensor | float) -> list[Gra
     return [times(gradient) for gradient in gradients]
 
 
+# Results of exchanges that the script still holds, by identity.
 _results: weakref.WeakValueDictionary[int, tf.Tensor] = weakref.WeakValueDictionary()
-"""Results of exchanges that the script still holds, by identity."""
 
 
 def _refuse_results(gradients: Sequence[Gradient], engine: Engine | None) -> None:
@@ -307,19 +308,20 @@ def _refuse_results(gradients: Sequence[Gradient], engine: Engine | None) -> Non
     raise error
 
 
-# -- what a distributed optimizer holds --------------------------------------------------------------------------------
+# -- a distributed optimizer's settings --------------------------------------------------------------------------------
 
+# Options that are saved with a model unchanged.
 _SAVED = ("op", "sparse_as_dense", "passes", "average_passes", "predivide")
-"""Options that are saved with a model as they are."""
 
+# Types of a compressor's options that can be saved with a model.
 _PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 class Settings(Reducer):
-    """The arguments of ``DistributedOptimizer`` beside the optimizer: how it reduces gradients, and how it is saved.
+    """The reducer of a ``DistributedOptimizer``, with its arguments, which are saved with the model.
 
     Attributes:
-        lost: names of options that were in use when the model was saved but could not be saved with it.
+        lost: names of options that the saved model used and that could not be saved with it.
     """
 
     def __init__(
@@ -330,37 +332,37 @@ class Settings(Reducer):
 
     @property
     def process_set(self) -> ProcessSet | None:
-        """The ranks that exchange; None for all."""
+        """The ranks that exchange; None for all ranks."""
         return self.options.process_set
 
     @property
     def adoption(self) -> Adoption | None:
-        """Momentum that the compressor has adopted, if there is one."""
+        """The options that the compressor has adopted; None without a compressor."""
         return None if self.compression is None else self.compression.adoption
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take the optimizer's momentum out of it, before it makes its variables; not while options are missing.
+        """Take the optimizer's momentum before it makes its variables.
 
-        Nothing is adopted in a job of one process.
+        Do nothing in a job of one process, and while options are missing.
         """
         if is_alone(self.process_set) is False and self.compression is not None and not self.lost:
             self.compression.adopt(optimizer, self.process_set)
 
     def bind(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
-        """Attach the compressor to the model before the first step; collective."""
+        """Attach the compressor to the model before the first step. Collective."""
         self.require_complete()
         if self.compression is not None:
             self.compression.bind(variables, optimizer, self.process_set)
 
     @property
     def missing(self) -> Sequence[str]:
-        """Names of options without which a loaded model cannot exchange with others."""
+        """Names of the options that a loaded model lacks and needs to exchange gradients."""
         return self.lost if self.lost and is_alone(self.process_set) is not True else ()
 
     def require_complete(self) -> None:
-        """Refuse to exchange for a model that was saved with options that could not be saved with it.
+        """Refuse to train a loaded model that lacks options which could not be saved.
 
-        It loads, so that it can be evaluated, saved, and given its options again.
+        Loading such a model is allowed, so that a script can evaluate it, save it, or give it the options again.
         """
         if self.missing:
             raise ConfigError(
@@ -375,7 +377,7 @@ class Settings(Reducer):
         return super().reduce(*arguments)
 
     def to_config(self) -> dict[str, Any]:
-        """Plain values that :meth:`from_config` understands."""
+        """Return plain values from which :meth:`from_config` builds these settings again."""
         config: dict[str, Any] = {name: getattr(self.options, name) for name in _SAVED}
         config.update(options=None, lost=list(self.lost))
         if self.process_set is not None:
@@ -395,7 +397,7 @@ class Settings(Reducer):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Build anew what :meth:`to_config` described, with a compressor that begins with empty residuals."""
+        """Build settings from the result of :meth:`to_config`. The compressor begins with empty residuals."""
         options, lost = config["options"], config["lost"]
         compression = None
         if options is not None:
@@ -405,7 +407,7 @@ class Settings(Reducer):
 
 
 def make_settings(arguments: Mapping[str, Any]) -> Settings:
-    """Settings from the arguments of Horovod's ``DistributedOptimizer``, by name."""
+    """Make settings from the arguments of Horovod's ``DistributedOptimizer``, by name."""
     given = arguments.__getitem__
     compression, op = given("compression"), given("op")
     HOROVOD.module(initialized=False)
@@ -431,28 +433,26 @@ def make_settings(arguments: Mapping[str, Any]) -> Settings:
 
 
 class HasSettings:
-    """Mixed into a distributed optimizer: its exchange."""
+    """A mixin that gives a distributed optimizer its exchange."""
 
     _dgc_settings: Settings
 
     @property
     def compression(self) -> DGCCompressor | None:
-        """The compressor: statistics, state and residuals of this rank."""
+        """The compressor, with this rank's statistics and state; None in dense training."""
         return self._dgc_settings.compression
 
     @property
     def process_set(self) -> ProcessSet | None:
-        """The ranks that exchange; None for all."""
+        """The ranks that exchange; None for all ranks."""
         return self._dgc_settings.process_set
 
     def bind(self, variables: Sequence[Variable]) -> None:
-        """Attach the compressor to the model before the first step; collective."""
+        """Attach the compressor to the model before the first step. Collective."""
         self._dgc_settings.bind(variables, without_loss_scale(self))
 
 
 def distributed_in(optimizer: Optimizer) -> Any:
-    """The distributed optimizer of ours that this is or that a LossScaleOptimizer holds; None if there is none.
-
-    By class: a script's own optimizer may have attributes of the same names.
-    """
+    """Return dgc's distributed optimizer: the argument, or the one inside a LossScaleOptimizer; None without one."""
+    # Found by class, because a script's own optimizer may have attributes of the same names.
     return next((o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasSettings)), None)

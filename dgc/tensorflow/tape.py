@@ -31,15 +31,15 @@ def DistributedGradientTape(
     groups: object = None,
     process_set: ProcessSet | None = None,
 ) -> tf.GradientTape:
-    """A tape whose ``gradient()`` returns gradients reduced over all ranks.
+    """Return a tape whose ``gradient()`` returns gradients reduced over all ranks.
 
-    Arguments are those of ``horovod.tensorflow.DistributedGradientTape``. With ``compression=Compression.dgc(...)``
-    the gradients are sent compressed; any other compression is handed to Horovod as it is. Build the compressor once,
-    outside the training step; a tape may be wrapped anew in each step.
+    The arguments are those of ``horovod.tensorflow.DistributedGradientTape``. With ``compression=Compression.dgc(...)``
+    the gradients are sent compressed. Any other compression is passed to Horovod. Build the compressor once, outside
+    the training step; a tape may be wrapped in each step.
 
     Raises:
-        ConfigError: ``op=Adasum``, another op than the compressor's, ``groups``, or a compressor that has neither an
-            optimizer to take momentum from nor a momentum of its own.
+        ConfigError: ``op`` is Adasum or differs from the compressor's, ``groups`` is given, or the compressor has
+            neither a momentum nor an optimizer to take momentum from.
     """
     hvd = import_horovod()
     texts = {"device_dense": device_dense, "device_sparse": device_sparse}
@@ -55,7 +55,7 @@ def DistributedGradientTape(
             return reducer.reduce(gradients, variables)[0]
 
     else:
-        # With all its options: groups, Adasum, devices.
+        # Horovod's own tape supports groups, Adasum and devices.
         reduce = hvd.DistributedGradientTape(
             gradtape,
             device_dense=device_dense,
@@ -77,9 +77,9 @@ def DistributedGradientTape(
 
 
 def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None) -> None:
-    """Take the momentum, and refuse what a wrapped optimizer takes over itself, and a tape cannot."""
+    """Take the optimizer's momentum. Raise an error if the tape lacks an optimizer or a loss scale for it."""
     if compression.adoption is None and compression.optimizer is not None:
-        compression.adopt(None, process_set)  # it was given back when a binding failed
+        compression.adopt(None, process_set)  # the optimizer got its momentum back when bind() failed
     adoption = compression.adoption
     if adoption is None:
         if compression.config.momentum is None and not is_alone(process_set):
@@ -98,7 +98,7 @@ def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None)
 
 
 class _DistributedTape(tf.GradientTape):
-    """Mixed into the class of the user's tape."""
+    """A mixin for the class of the user's tape."""
 
     _dgc_reduce: Callable[[list[Any], list[Variable], bool], Sequence[Any]]
     _dgc_compression: DGCCompressor | None
@@ -115,18 +115,18 @@ class _DistributedTape(tf.GradientTape):
     ) -> Any:
         """Compute the gradients as ``tf.GradientTape.gradient`` does, and reduce them over all ranks.
 
-        ``use_generic_names`` is for Horovod's own collectives; ours have such names always.
+        ``use_generic_names`` only concerns Horovod's own collectives; dgc's have such names always.
         """
         own = super().gradient(target, sources, output_gradients, **options)
         variables = tf.nest.flatten(sources)
         self._refuse_momentum_twice(set(map(id, map(raw_variable, variables))))
-        # Without composites, tf.IndexedSlices and None are leaves like the variables.
+        # expand_composites=False makes tf.IndexedSlices and None leaves, as the variables are.
         given = tf.nest.flatten(own, expand_composites=False)
         results = self._dgc_reduce(given, variables, use_generic_names)
         return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
 
     def _refuse_momentum_twice(self, chosen: set[int]) -> None:
-        """A second ``gradient()`` of a persistent tape is a second step of the momentum."""
+        """Refuse a second ``gradient()`` of a persistent tape, which would be a second step of the momentum."""
         compression = self._dgc_compression
         again = chosen & self._dgc_seen
         self._dgc_seen |= chosen

@@ -1,8 +1,8 @@
-"""TensorFlow's tensors and variables as NumPy sees them, and the one way from TensorFlow into the core and back.
+"""TensorFlow's tensors and variables as NumPy arrays, and the way of gradients from TensorFlow to the core and back.
 
-Eager code crosses by views, a graph through one ``tf.numpy_function``, which shows Python the tensors' own memory.
-TensorFlow takes over NumPy arrays that are aligned for its kernels (:class:`ResultPool` makes such), so neither
-direction copies on a CPU. From a GPU TensorFlow copies gradients to the host and results back, where the core works.
+Eager code uses views of tensors. A graph calls one ``tf.numpy_function``, which also gives Python views. TensorFlow
+uses NumPy arrays without a copy if they are aligned for its kernels (:class:`ResultPool` makes such arrays). So neither
+direction copies on a CPU. From a GPU TensorFlow copies gradients to the host, where the core works, and results back.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from dgc.core.collectives import Transport
 from dgc.core.layout import Parameter
 from dgc.errors import ConfigError, LayoutError
 
-Variable: TypeAlias = tf.Variable
-"""A variable of TensorFlow, or one of Keras 3 around it."""
+Variable: TypeAlias = tf.Variable  # or a variable of Keras 3, which holds one
 
-ALIGNMENT = 64
-"""Bytes. TensorFlow takes over NumPy memory without a copy only where its own kernels could work on it."""
+ALIGNMENT = 64  # bytes; TensorFlow copies NumPy memory that is not aligned for its kernels
 
 
 def raw_variable(variable: Variable) -> tf.Variable:
-    """The ``tf.Variable`` inside a Keras 3 variable, or the variable itself."""
-    # `.value` of a Keras variable may be a cast copy under mixed precision; `_value` is the variable.
+    """Return the ``tf.Variable`` inside a Keras 3 variable, or the variable itself."""
+    # Under mixed precision `.value` of a Keras variable may be a cast copy; `_value` is the variable.
     inner = getattr(variable, "_value", None)
     return inner if isinstance(inner, tf.Variable) else variable
 
 
 def unique_names(variables: Sequence[Variable]) -> list[str]:
-    """A name for each variable; where several share one (plain ``tf.Variable``s), their order tells them apart."""
+    """Return a name for each variable. If several have the same name, as plain ``tf.Variable``s may, number them."""
     names, seen = [], dict[str, int]()
     for variable in variables:
         name = (getattr(variable, "path", None) or variable.name).removesuffix(":0")
@@ -50,12 +48,12 @@ def unique_names(variables: Sequence[Variable]) -> list[str]:
 
 
 def describe(name: str, variable: Variable) -> Parameter:
-    """A variable as the core lists it."""
+    """Return the core's description of a variable."""
     raw = raw_variable(variable)
     if isinstance(raw, tf.distribute.DistributedValues):
         raise LayoutError(
-            f"variable {name!r} belongs to a strategy of tf.distribute (MirroredStrategy, ...), which has replicas of "
-            "its own; Horovod's ranks are the replicas here: start one process for each device, without a strategy"
+            f"variable {name!r} belongs to a strategy of tf.distribute (MirroredStrategy, ...), which makes replicas "
+            "itself; here Horovod's ranks are the replicas: start one process for each device, without a strategy"
         )
     if not raw.shape.is_fully_defined():
         raise LayoutError(f"variable {name!r} has the shape {raw.shape}; a compressed variable needs a fixed one")
@@ -63,7 +61,7 @@ def describe(name: str, variable: Variable) -> Parameter:
 
 
 def as_array(value: object) -> np.ndarray:
-    """The values as (n,): a view of an eager CPU tensor or of an array, a copy from a GPU, float32 for bfloat16."""
+    """Return the values as (n,), bfloat16 as float32: a view of an array or CPU tensor, a copy of a GPU tensor."""
     array = np.asarray(value)
     if array.dtype == ml_dtypes.bfloat16:
         array = array.astype(np.float32)
@@ -71,21 +69,21 @@ def as_array(value: object) -> np.ndarray:
 
 
 def samples(variable: Variable) -> np.ndarray:
-    """(at most 8,) float64: a few values of a variable, to compare it between ranks."""
-    with tf.init_scope():  # errors are raised while a graph is traced, too
+    """Return a few values of a variable, (at most 8,) float64, for a comparison between ranks."""
+    with tf.init_scope():  # the ranks also compare while a graph is being traced
         values = as_array(raw_variable(variable))
     return values[sample_places(values.size)].astype(np.float64)
 
 
 def largest_finite(dtype: tf.DType) -> float | None:
-    """The largest finite value of a type narrower than float32; None for the others."""
+    """Return the largest finite value of a type narrower than float32; None for other types."""
     return float(dtype.max) if dtype in (tf.float16, tf.bfloat16) else None
 
 
 class ResultPool:
-    """Arrays that are handed to TensorFlow as tensors without a copy, and used again once it has let go of them.
+    """Arrays that TensorFlow gets as tensors without a copy. They are used again once TensorFlow has dropped them.
 
-    Fresh memory of 100 MB costs as much as copying it, in page faults.
+    Allocating 100 MB takes as long as copying it, because of page faults.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Any]) -> None:
@@ -94,10 +92,10 @@ class ResultPool:
         self._blocks: list[list[np.ndarray]] = [[] for _ in self._shapes]
 
     def take(self, index: int) -> np.ndarray:
-        """An array of result ``index``'s shape without other references."""
+        """Return an array of the shape of result ``index`` to which nothing else refers."""
         blocks = self._blocks[index]
         for place in range(len(blocks)):
-            # The list's own reference and getrefcount's argument; a view, ours or TensorFlow's, would be a third.
+            # 2: the list's reference and getrefcount's argument. Any view would be a third reference.
             if sys.getrefcount(blocks[place]) == 2:
                 return self._view(blocks[place], index)
         numel = int(np.prod(self._shapes[index], dtype=np.int64))
@@ -113,7 +111,10 @@ _COUNTED = re.compile(r"_[0-9]+(?=/|$|#)")
 
 
 def common_names(transport: Transport, names: Sequence[str]) -> list[str]:
-    """Rank 0's names where they differ from this rank's by Keras' counting and by leading parts only. Collective."""
+    """Return rank 0's names if the ranks' names differ only in Keras' counters and leading parts. Collective.
+
+    Otherwise return this rank's names.
+    """
     gathered = gather_if_different(transport, {"names": list(names)})
     if gathered is None:
         return list(names)
@@ -126,29 +127,29 @@ def common_names(transport: Transport, names: Sequence[str]) -> list[str]:
 def _alike(one: str, other: str) -> bool:
     a, b = (_COUNTED.sub("", name).split("/") for name in (one, other))
     shorter = min(len(a), len(b))
-    # The variable's own name and its layer's, where there is one.
+    # Compare the variable's own name and, if both names have one, the layer's name.
     return a[-shorter:] == b[-shorter:] and (shorter > 1 or len(a) == len(b))
 
 
+# Outcomes of a step: gradients were only added up; results are to be applied; a rank met a non-finite value.
 ACCUMULATED, APPLY, REFUSED = 0, 1, 2
-"""Outcomes of a step: gradients were only added up; results are to be applied; a rank met a non-finite value."""
 
 T = TypeVar("T")
 
 
 def still_there(reference: weakref.ref[T]) -> T:
-    """The object behind a weak reference, which is all that a graph may hold: TensorFlow keeps graphs for ever."""
+    """Return the object of a weak reference. Graphs hold only such references, because TensorFlow keeps graphs."""
     held = reference()
     if held is None:
         raise ConfigError(
-            "the compressor that this graph was built with is gone: nothing refers to it any more, nor to the "
-            "variables it was bound to; keep it as long as the function is called"
+            "the compressor that this graph was built with is gone, because nothing refers to it or to its variables "
+            "any more; keep it as long as the function is called"
         )
     return held
 
 
 def verdict_of(gradients: Sequence[Any]) -> tf.Tensor:
-    """REFUSED for dense or sparse gradients with a value that is not finite; else APPLY."""
+    """Return REFUSED if a dense or sparse gradient has a value that is not finite; else APPLY."""
     values = [getattr(g, "values", g) for g in gradients if g is not None]
     if not values:
         return tf.constant(APPLY, tf.int32)
@@ -157,7 +158,7 @@ def verdict_of(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def warn_of_copies(variables: Sequence[Variable]) -> None:
-    """Say once in a process that gradients on a device other than the CPU are copied to the host in every step."""
+    """Warn once in a process if gradients are on a GPU and so are copied to the host in every step."""
     specs = [tf.DeviceSpec.from_string(raw_variable(v).device or "") for v in variables]
     devices = sorted({f"{s.device_type}:{s.device_index}" for s in specs if s.device_type not in (None, "CPU")})
     if devices:
@@ -167,8 +168,8 @@ def warn_of_copies(variables: Sequence[Variable]) -> None:
         )
 
 
+# (gradients, learning rate, parameters) -> results in the gradients' shapes, and ACCUMULATED, APPLY or REFUSED.
 Step = Callable[[list[np.ndarray], "float | None", list[np.ndarray]], "tuple[list[np.ndarray], int]"]
-"""(gradients, learning rate, parameters) -> results in the gradients' shapes, and ACCUMULATED, APPLY or REFUSED."""
 
 
 def cross(
@@ -178,11 +179,17 @@ def cross(
     parameters: Sequence[Variable] = (),
     before_changes_of: Sequence[Variable] = (),
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Hand dense gradients to Python and take results back, now or whenever the graph being built runs.
+    """Call ``step`` with dense gradients, now or whenever the graph being built runs.
 
-    The ``parameters`` are variables whose values the step needs. In a graph, what changes the variables
-    ``before_changes_of`` later, such as a decay of weights, waits for the step. Results have the gradients' types and
-    shapes; the verdict is an int32 scalar.
+    Args:
+        step: the Python function.
+        gradients: its gradients.
+        learning_rate: its learning rate.
+        parameters: variables whose values the step needs.
+        before_changes_of: variables that the graph may change, for instance by weight decay, only after the step.
+
+    Returns:
+        Results of the gradients' types and shapes, and the verdict, an int32 scalar.
     """
     rate = [] if learning_rate is None else [tf.cast(tf.convert_to_tensor(learning_rate), tf.float32)]
     values = [tf.convert_to_tensor(raw_variable(p)) for p in parameters]
@@ -198,7 +205,7 @@ def cross(
         return [_like(_as_tensor(a), g) for a, g in zip(arrays, gradients, strict=True)], tf.constant(verdict, tf.int32)
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ConfigError(
-            "XLA cannot compile the exchange of gradients (Horovod's neither): pass jit_compile=False to compile() or "
+            "XLA cannot compile the exchange of gradients, nor Horovod's: pass jit_compile=False to compile() or "
             "tf.function"
         )
 
@@ -211,12 +218,12 @@ def cross(
     verdict.set_shape(())
     with tf.control_dependencies([verdict]):
         for variable in before_changes_of:
-            raw_variable(variable).read_value()  # TensorFlow lets assignments wait for earlier reads
+            raw_variable(variable).read_value()  # TensorFlow makes assignments wait for earlier reads
     return [_like(o, g) for o, g in zip(outputs, gradients, strict=True)], verdict
 
 
 def _as_tensor(array: np.ndarray) -> tf.Tensor:
-    """The array as an eager tensor that shares its memory and keeps it alive, or of a copy where it is not aligned."""
+    """Return an eager tensor that shares the array's memory and keeps it alive; copy an array that is not aligned."""
     if array.size == 0 or not array.flags.writeable or array.ctypes.data % ALIGNMENT:
         return tf.constant(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())

@@ -1,4 +1,4 @@
-"""Callbacks for both Keras: under Horovod's names, and the one that keeps residuals."""
+"""Callbacks for both Keras: those of Horovod, under its names, and one that saves residuals."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
+# Replace a process set's number: the optimizer uses all ranks, or this rank is not in the optimizer's process set.
 _ALL, _OUTSIDE = -1, -2
-"""In place of a process set's number: all ranks, or a rank that is not in the one that its optimizer names."""
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
-    """Gives all ranks the weights and the optimizer's variables of one rank, before the first step if they exist.
+    """Gives all ranks the weights and the optimizer's variables of one rank.
 
-    It also turns off XLA where Keras chose it by itself (with a GPU), since no exchange can be compiled.
+    It does so before the first step, or after it if the model has no variables before. It also turns off XLA if Keras
+    chose it automatically (with a GPU), because XLA cannot compile an exchange.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "") -> None:
-        """Broadcast from ``root_rank``; ``device`` is accepted for Horovod's sake."""
+        """Broadcast from ``root_rank``. ``device`` has no effect; Horovod's callback has it."""
         super().__init__()
         self._root_rank = root_rank
         self.broadcast_done = False
@@ -47,14 +48,14 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast at once if the model is built, and again if a rank has loaded another one since the last ``fit``.
+        """Broadcast if the model is built, and again if a rank has loaded another model since the last ``fit``.
 
-        In that case residuals and momentum of the compressor are emptied: they belong to the run that was left.
+        After such a load, empty the compressor's residuals and momentum, which belong to the former model.
 
         Raises:
-            ConfigError: ``compile(jit_compile=True)``, a model without variables and ``steps_per_execution``, or a rank
-                has loaded a model that lacks options.
-            LayoutError: a rank has loaded a model with which the others' compressors cannot go on.
+            ConfigError: ``compile(jit_compile=True)`` was called; or the model has no variables yet, and
+                ``steps_per_execution`` is above 1; or a rank has loaded a model that lacks options.
+            LayoutError: a rank has loaded a model, and the other ranks continue with theirs.
         """
         _turn_off_xla(self.model)
         was_loaded = self._was_loaded()
@@ -67,9 +68,9 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         steps = next((n for n in (getattr(self.model, name, None) for name in names) if n), 1)
         if not self.broadcast_done and not is_alone() and int(tf.convert_to_tensor(steps)) > 1:
             raise ConfigError(
-                "the model has no variables yet, so they can be broadcast only after its first batch, but "
-                "steps_per_execution makes that several steps, in which every rank would train its own model; build "
-                "the model before fit(), for example by model.build(input_shape)"
+                "the model has no variables yet, so they can be broadcast only after the first call of its training "
+                "function; with steps_per_execution these are several steps, in which every rank would train its own "
+                "model; build the model before fit(), for example by model.build(input_shape)"
             )
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -79,10 +80,10 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Note what the model looks like, to see whether it is loaded before the next ``fit``.
+        """Remember a few values of the model, to notice a load before the next ``fit``.
 
         Raises:
-            ConfigError: a callback has ended ``fit()`` on this rank while others train on, which raise it too.
+            ConfigError: a callback has ended ``fit()`` on this rank while others still train. They raise the error too.
         """
         engine = _engine_of(self.model.optimizer)
         if engine is None:
@@ -93,7 +94,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         engine.remember()
 
     def _was_loaded(self) -> bool:
-        """Whether a rank's variables have changed since the last ``fit``; all ranks get the same answer."""
+        """Return whether some rank's variables have changed since the last ``fit``. Collective."""
         if is_alone():
             return False
         optimizer = self.model.optimizer
@@ -113,12 +114,12 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         build = getattr(optimizer, "build", None)
         if build is not None and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
             build(self.model.trainable_variables)
-        # The model's and the optimizer's lists overlap in no fixed way; the same variable must not be sent twice.
+        # A variable may be in the model's list and in the optimizer's; it must not be sent twice.
         of_model = _by_identity(self.model.variables)
         broadcast_in_order(list(of_model.values()), self._root_rank, None)
         members = _process_set_of(optimizer)
         if members is None or members.included():
-            # Outside the process set an optimizer keeps its momentum, and its slots.
+            # Outside the process set an optimizer keeps its momentum, and so has other variables.
             root = self._root_rank if members is None or self._root_rank in members.ranks else min(members.ranks)
             others = _by_identity(optimizer_variables(optimizer))
             broadcast_in_order([v for k, v in others.items() if k not in of_model], root, members)
@@ -133,15 +134,15 @@ def _by_identity(variables: Sequence[Variable]) -> dict[int, Any]:
 
 
 def _engine_of(optimizer: Optimizer) -> Any:
-    """The engine of the optimizer's compressor; None without one, or before the first step."""
+    """Return the engine of the optimizer's compressor; None without a compressor, and before the first step."""
     ours = distributed_in(optimizer)
     return None if ours is None or ours.compression is None else ours.compression.engine
 
 
 def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> None:
-    """Say on every rank what some have loaded and cannot train, or cannot train with the others.
+    """Raise an error on every rank if a rank has loaded a model that cannot be trained, or not with the other ranks.
 
-    ``missing`` and ``set_id`` are this rank's; ``rows`` are those that all ranks have sent.
+    ``missing`` and ``set_id`` are this rank's values; ``rows`` holds the values of all ranks.
     """
     lacking = np.flatnonzero(rows[:, 1]).tolist()
     if lacking:
@@ -156,14 +157,14 @@ def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> 
     if bound.any() and not bound.all():
         new = np.flatnonzero(together)[~bound].tolist()
         raise LayoutError(
-            f"rank {new[0]} has a model whose compressor has exchanged nothing yet, while others go on with theirs: a "
-            "model that takes another one's place, load it on every rank, or load its weights into the one that is "
-            "there (model.load_weights)"
+            f"rank {new[0]} has a model whose compressor has exchanged nothing yet, while other ranks continue with "
+            "theirs: if it is a new model, load it on every rank, or load its weights into the existing one "
+            "(model.load_weights)"
         )
 
 
 def _process_set_of(optimizer: Optimizer) -> Any:
-    """The process set that the gradients are exchanged in; None for all ranks."""
+    """Return the process set that exchanges the gradients; None for all ranks."""
     ours = distributed_in(optimizer)
     if ours is None or ours.compression is None:
         return None
@@ -172,18 +173,18 @@ def _process_set_of(optimizer: Optimizer) -> Any:
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):
-    """Replaces each epoch's metrics by their mean over all ranks; place it before callbacks that read them."""
+    """Replaces each epoch's metrics by their mean over all ranks. Place it before callbacks that read them."""
 
     def __init__(self, device: str = "") -> None:
-        """``device`` is accepted for Horovod's sake."""
+        """``device`` has no effect; Horovod's callback has it."""
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average in place."""
+        """Average the metrics in ``logs``."""
         if not logs or is_alone():
             return
         hvd = import_horovod()
-        # A compressor's figures are each rank's own, and perhaps in the logs of one rank alone.
+        # A compressor's figures differ between ranks, and may be in the logs of only one rank.
         names = sorted(n for n, value in logs.items() if np.ndim(value) == 0 and not n.startswith("compression_"))
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = hvd.allreduce(values, op=hvd.Average, name="dgc.metrics").numpy()
@@ -193,8 +194,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     """Multiplies the learning rate by a function of the epoch; arguments are those of Horovod's callback.
 
-    ``momentum_correction`` has no effect: the compressor keeps the adopted momentum in step with every change of the
-    learning rate.
+    ``momentum_correction`` has no effect: the compressor corrects the momentum at every change of the learning rate.
     """
 
     def __init__(
@@ -209,8 +209,9 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     ) -> None:
         """Set the learning rate to ``initial_lr * multiplier(epoch)`` in epochs [start_epoch, end_epoch).
 
-        ``multiplier`` is a function of the epoch, or the base of an exponential decay. With ``staircase`` it acts at
-        epochs only, instead of at every step, for which ``steps_per_epoch`` is needed where Keras does not know it.
+        ``multiplier`` is a function of the epoch, or the base of an exponential decay. With ``staircase`` the learning
+        rate changes only between epochs; without, at every step, which needs ``steps_per_epoch`` if Keras does not know
+        it.
 
         Raises:
             ConfigError: ``initial_lr`` is None.
@@ -262,7 +263,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        """Warm up to ``initial_lr``, the one for all ranks together; ``verbose`` is accepted for Horovod's sake."""
+        """Warm up to ``initial_lr``, the learning rate for all ranks together. ``verbose`` has no effect."""
         hvd = import_horovod()
 
         def multiplier(epoch: float) -> float:
@@ -279,9 +280,9 @@ def _turn_off_xla(model: tf.keras.Model) -> None:
     resolve = getattr(model, "_resolve_auto_jit_compile", None)
     if resolve is None or not resolve():
         raise ConfigError(
-            "compile(jit_compile=True): XLA cannot compile the exchange of gradients (Horovod's neither); pass "
+            "compile(jit_compile=True): XLA cannot compile the exchange of gradients, nor Horovod's; pass "
             "jit_compile=False"
         )
-    # Keras does not tell whether the user or "auto" chose XLA.
+    # Keras does not say whether the user or "auto" chose XLA, so warn.
     model.jit_compile = False
     warnings.warn("XLA is turned off for this model: it cannot compile the exchange of gradients", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Saving and restoring each rank's compressor beside the model's own checkpoint."""
+"""Save and restore each rank's compressor next to the model's own checkpoint."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ ITERATIONS = "optimizer_iterations"
 
 
 class CompressionCheckpoint(tf.keras.callbacks.Callback):
-    """Writes this rank's residuals at the end of each epoch, and takes them up again when training begins.
+    """Writes this rank's residuals at the end of each epoch, and loads them when training begins.
 
-    A model's checkpoint is the same on all ranks and is written by one; residuals differ and every rank writes its own.
-    When training begins, the file that belongs to the model's state is the one with the optimizer's number of
-    iterations. A model that was not restored begins with empty residuals, and one that goes on training keeps its own.
+    A model's checkpoint is the same on all ranks, and one rank writes it. Residuals differ, so every rank writes its
+    own. When training begins, a file fits the model if it was saved at the optimizer's number of iterations. A model
+    that was not restored begins with empty residuals. A model that continues training keeps its residuals.
     """
 
     def __init__(
         self, filepath: str, save_freq: str | int = "epoch", restore: bool = True, resize: bool = False
     ) -> None:
-        """Keep the states in files.
+        """Check the arguments.
 
         Args:
-            filepath: may contain ``{epoch}``, as in ``ModelCheckpoint``; each rank adds ``.rank<r>.npz``.
+            filepath: the path of the files. It may contain ``{epoch}``, as in ``ModelCheckpoint``; each rank adds
+                ``.rank<r>.npz``.
             save_freq: "epoch", or a number of steps.
-            restore: take up a saved state when training begins.
-            resize: allow one of another number of ranks, whose files every rank must be able to read; residuals and
-                momentum are redistributed so that their mean is kept. A single process drops them, with a warning.
+            restore: load a saved state when training begins.
+            resize: also load the state of a job with another number of ranks, all of whose files every rank must be
+                able to read. Residuals and momentum are redistributed so that their mean is kept. A single process
+                drops them, with a warning.
 
         Raises:
             ConfigError: ``save_freq`` is something else.
@@ -52,11 +54,11 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         self._saved_at = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Restore, if there is something to restore.
+        """Restore the compressor if the model was restored.
 
         Raises:
-            LayoutError: the ranks' models have made different numbers of steps, or a rank's file is missing or belongs
-                to another model; or it is of another number of ranks, without ``resize``.
+            LayoutError: the ranks' models have made different numbers of steps; or a rank's file is missing or belongs
+                to another model; or it comes from another number of ranks, without ``resize``.
         """
         self._owner = optimizer = distributed_in(self.model.optimizer)
         if optimizer is None:
@@ -80,26 +82,26 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         """Write this rank's file when the optimizer has made another ``save_freq`` steps."""
         if self._save_freq == "epoch":
             return
-        # With steps_per_execution this is called once in several steps.
+        # With steps_per_execution Keras calls this once for several steps.
         every, now = int(self._save_freq), self._iterations()
         if now // every > self._saved_at // every:
             self._saved_at = now
             self.save()
 
     def save(self) -> None:
-        """Write this rank's file now; call it on all ranks.
+        """Write this rank's file now. Call it on all ranks.
 
         Raises:
-            LayoutError: called in the middle of a step or after one that failed, or the state is not finite.
-            TransportError: a rank could not write; every rank gets the error, and what they saved before stays.
+            LayoutError: it was called in the middle of a step or after one that failed, or the state is not finite.
+            TransportError: a rank could not write. Every rank gets the error, and earlier files stay.
         """
         engine = self._engine
         if engine is None:
-            if self._is_alone:  # so that several ranks learn that it was saved by one
+            if self._is_alone:  # the file tells a later job of several ranks that one process saved it
                 save_state(self._path(self._filled, 0), {**INACTIVE, ITERATIONS: self._iterations()})
             return
         engine.require_open("CompressionCheckpoint.save()")
-        # Here alone: where one rank's step has failed, the others may be in the next.
+        # Asked on this rank only: if its step has failed, the others may be in the next step.
         engine.require_between_steps("CompressionCheckpoint.save()", whole=True)
         asked, iterations = False, self._iterations()
 
@@ -127,7 +129,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this process takes part in a job of one process."""
+        """Whether this is a job of one process, and the compressor is bound."""
         compression = self._owner.compression
         return compression is not None and compression.is_bound and compression.takes_part and self._engine is None
 
@@ -142,7 +144,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         return int(tf.convert_to_tensor(self.model.optimizer.iterations))
 
     def _common_progress(self) -> tuple[int, bool]:
-        """The optimizer's iterations, and whether the compressor has made no step; an error where ranks differ."""
+        """Return the optimizer's iterations, and whether the compressor has made no step. Raise if ranks differ."""
         iterations, compression, engine = self._iterations(), self._owner.compression, self._engine
         steps = 0 if engine is None else engine.stats.steps
         chosen = None if compression is None else compression.process_set(self._owner.process_set)
@@ -153,15 +155,15 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             if (rows != rows[0]).any():
                 raise LayoutError(
                     f"the ranks' optimizers have made {rows[:, 0].tolist()} steps, or only some of their compressors "
-                    "any; place CompressionCheckpoint after BroadcastGlobalVariablesCallback in the list of callbacks, "
-                    "or load the model on every rank"
+                    "have made any; place CompressionCheckpoint after BroadcastGlobalVariablesCallback in the list of "
+                    "callbacks, or load the model on every rank"
                 )
         return iterations, steps == 0
 
     def _load(self, is_needed: bool) -> None:
         engine, compression = self._engine, self._owner.compression
         if engine is None:
-            # One that has just begun: whoever goes on training has dropped it already.
+            # Warn only if the compressor has just begun; otherwise it has dropped the state before.
             if self._is_alone and is_needed:
                 states, _ = self._found(0, 1, is_needed)
                 if len(states) > 1:
@@ -189,13 +191,16 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             compression.load_state_dict(found, resize=True)
 
     def _found(self, rank: int, size: int, is_needed: bool) -> tuple[list[Any], str]:
-        """The states that belong to the model, in rank order, None for those that this rank does not need."""
+        """Return the states that fit the model, in rank order, and a hint about a file that cannot be read.
+
+        Entries are None if this rank does not need them.
+        """
         path, own, nearly = self._fitting(rank)
         old = int(own.get("size", size))
         if own and old == size:
             return [own if r == rank else None for r in range(size)], ""
         if not own and rank:
-            path, own, _ = self._fitting(0)  # of a job with fewer ranks
+            path, own, _ = self._fitting(0)  # the files may come from a job with fewer ranks
             old = int(own.get("size", size))
         if not is_needed or old == size:
             return [], nearly
@@ -212,18 +217,21 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             if states[r].get(ITERATIONS) != self._iterations():
                 raise LayoutError(
                     f"{self._path(prefix, r)} is of {states[r].get(ITERATIONS)} iterations, the model of "
-                    f"{self._iterations()}; put the files of all {old} ranks there that were saved together"
+                    f"{self._iterations()}; put files there that all {old} ranks saved at the same time"
                 )
         return states, ""
 
     def _fitting(self, rank: int) -> tuple[str, dict[str, Any], str]:
-        """The newest of a rank's files with the model's iterations, what is in it, and those that are damaged."""
+        """Find a rank's newest file with the model's iterations; return its path, its state and a hint.
+
+        Without such a file the path and the state are empty, and the hint names a file that cannot be read.
+        """
         unreadable = ""
         for path in sorted(glob.glob(self._pattern(rank)), key=lambda p: Path(p).stat().st_mtime, reverse=True):
             try:
                 state = load_state(path)
             except LayoutError as error:
-                unreadable = unreadable or f". Or it is the one that cannot be read: {error}"
+                unreadable = unreadable or f". There is a file that cannot be read: {error}"
                 continue
             if state.get(ITERATIONS) == self._iterations():
                 return path, state, ""

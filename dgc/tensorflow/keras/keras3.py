@@ -1,6 +1,6 @@
-"""The distributed optimizers for Keras 3: they hold the user's optimizer and hand it reduced gradients.
+"""The distributed optimizers for Keras 3: they hold the user's optimizer and give it reduced gradients.
 
-Keras 3 calls ``apply`` with this rank's gradients and nothing else, so that is where they are exchanged.
+Keras 3 passes this rank's gradients only to ``apply``, so ``apply`` exchanges them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, Variable
 
 
 def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any], momentum_is_taken: bool) -> bool:
-    """Give a distributed optimizer the values that were saved by one process, by several or by a dense run.
+    """Load the variables that one process, several processes or a dense run has saved; return False if none fit.
 
-    What is not saved of momentum begins at 0; momentum that was saved as slots gets slots, of which the compressor
-    makes its buffer in the first step.
+    If no momentum was saved, it begins at 0. If it was saved as slots, slots are made for it, and the compressor
+    moves them into its buffer in the first step.
     """
     slots = {id(slot) for slot in _slots(inner)}
     others = [v for v in inner.variables if id(v) not in slots]
@@ -53,12 +53,12 @@ PACKAGE = "dgc"
 
 
 def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
-    """Put ``optimizer`` into the distributed optimizer that fits.
+    """Wrap ``optimizer`` in the distributed optimizer that fits it.
 
-    Under the policy mixed_float16 Keras puts every optimizer that is no LossScaleOptimizer into one when it compiles,
-    which then decides on each rank alone whether to call us; so ours is one itself.
+    Under the policy mixed_float16, Keras wraps every other optimizer in a LossScaleOptimizer, and each rank would
+    decide for itself whether to call ours. So then ours is a LossScaleOptimizer itself.
     """
-    if isinstance(optimizer, DistributedOptimizer):  # of a model that lacks options
+    if isinstance(optimizer, DistributedOptimizer):  # the optimizer of a loaded model that lacks options
         optimizer = optimizer.inner_optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         distributed = DistributedLossScaleOptimizer(
@@ -68,7 +68,7 @@ def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
             dynamic_growth_steps=optimizer.dynamic_growth_steps,
             name=name,
         )
-        if optimizer.built:  # of a loaded model, perhaps: the scale that it has come to goes on
+        if optimizer.built:  # as in a loaded model: keep its present loss scale
             distributed.build(optimizer.inner_optimizer._trainable_variables)
             distributed.dynamic_scale.assign(optimizer.dynamic_scale)
             distributed.step_counter.assign(optimizer.step_counter)
@@ -79,13 +79,13 @@ def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
 
 
 def _users(name: str) -> Any:
-    """An option of the user's optimizer, which scripts read from the optimizer that they compile with and set there."""
+    """Make a property that reads and sets an option of the user's optimizer."""
 
     def get(self: Any) -> Any:
         return getattr(self.inner_optimizer, name) if self._complete else None
 
     def set_(self: Any, value: Any) -> None:
-        # Keras' constructor sets defaults, which do not count.
+        # Ignore the defaults that Keras' constructor sets.
         if self._complete:
             setattr(self.inner_optimizer, name, value)
 
@@ -109,7 +109,7 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
 
     @property
     def momentum(self) -> float:
-        """The user's own, wherever it is applied; a new one is followed from the next step on, 0 included."""
+        """The user's momentum, whether the optimizer or the compressor applies it. A new value counts at once."""
         adoption = self._dgc_settings.adoption
         if adoption is None or not adoption.taken:
             return self.inner_optimizer.momentum
@@ -121,7 +121,7 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         self.inner_optimizer.momentum = value
 
     def _hold(self, settings: Settings) -> None:
-        """End of the constructors."""
+        """Finish the construction."""
         if settings.options.passes > 1 and self.inner_optimizer.gradient_accumulation_steps:
             raise ConfigError(
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
@@ -131,39 +131,39 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         self._complete = True
 
     def _prepare(self) -> None:
-        """Take from the user's optimizer what the compressor does, once it is known that there are other ranks."""
+        """Take the user's momentum, if it is known by now that there are other ranks."""
         self._dgc_settings.adopt(self.inner_optimizer)
 
     def __dir__(self) -> list[str]:
-        # Keras saves and loads the variables of all that it finds here; the user's optimizer's are among ours.
+        # Keras saves the variables of every attribute in this list. Ours include those of the user's optimizer.
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     @property
     def iterations(self) -> Any:
-        """Steps that the user's optimizer has made."""
+        """The number of steps that the user's optimizer has made."""
         return self.inner_optimizer.iterations
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Load what one process, several, or a dense run have saved: see :mod:`dgc.tensorflow.keras.keras3`."""
+        """Load what one process, several processes or a dense run has saved: see :func:`load_variables`."""
         adoption = self._dgc_settings.adoption
         taken = adoption is not None and adoption.taken
         if not load_variables(self.inner_optimizer, self._variables, store, taken):
             super().load_own_variables(store)
 
     def get_config(self) -> dict[str, Any]:
-        """All that :meth:`from_config` needs."""
+        """Return the values from which :meth:`from_config` builds the optimizer again."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner, "settings": self._dgc_settings.to_config()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, object] | None = None) -> Any:
-        """Build it as it was saved; the compressor begins with empty residuals."""
+        """Build the saved optimizer. The compressor begins with empty residuals."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
         return cls(inner, Settings.from_config(config.pop("settings")), **config)
 
     def _begin(self, trainable_variables: Sequence[Variable] | None) -> list[Any]:
-        """Begin a step: the variables to update. The first step makes the optimizer's own."""
+        """Begin a step and return the variables to update. In the first step build the optimizer."""
         self._prepare()
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
@@ -188,7 +188,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         self._hold(settings)
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Make the user's optimizer's variables."""
+        """Build the user's optimizer, too."""
         if self.built:
             return
         self._prepare()
@@ -196,7 +196,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         super().build(variables)
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
-        """Those of the user's optimizer: so a dense run's ``tf.train.Checkpoint`` fits, and ours fits a dense run."""
+        """Return the children of the user's optimizer, so that ``tf.train.Checkpoint`` files fit dense runs, too."""
         if save_type != "checkpoint":
             return super()._trackable_children(save_type, **options)
         return self.inner_optimizer._trackable_children(save_type, **options)
@@ -204,7 +204,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     def _lookup_dependency(self, name: str, *arguments: Any) -> Any:
         if name == "inner_optimizer" and self._complete:
             raise ConfigError(
-                "this checkpoint's optimizer is a Keras wrapper around another (a LossScaleOptimizer); restore it "
+                "this checkpoint's optimizer is a Keras wrapper around another one (a LossScaleOptimizer); restore it "
                 "with tf.train.Checkpoint(model=model, "
                 "optimizer=tf.train.Checkpoint(inner_optimizer=optimizer.inner_optimizer))"
             )
@@ -212,7 +212,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """Those of the user's optimizer and our own counters; the compressor's state is not among them."""
+        """Our counters and the user's optimizer's variables, without the compressor's state."""
         return self._variables + self.inner_optimizer.variables
 
     @tf.autograph.experimental.do_not_convert
@@ -235,7 +235,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """The user's optimizer's."""
+        """The learning rate of the user's optimizer."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -243,12 +243,15 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         self.inner_optimizer.learning_rate = value
 
     def scale_loss(self, loss: Any) -> Any:
-        """By the user's optimizer's fixed loss scale, if it has one."""
+        """Scale the loss by the fixed loss scale of the user's optimizer, if it has one."""
         return self.inner_optimizer.scale_loss(loss)
 
     @property
     def loss_scale_factor(self) -> Any:
-        """Never None: setting an attribute to the value it has would pass by the setter below unseen."""
+        """The loss scale of the user's optimizer, or 1.0.
+
+        It is not None, because Keras skips the setter below when an attribute already has the new value.
+        """
         return (self.inner_optimizer.loss_scale_factor or 1.0) if self._complete else None
 
     @loss_scale_factor.setter
@@ -256,20 +259,20 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         # Keras' LossScaleOptimizer does this to the optimizer that it wraps.
         if self._complete:
             raise ConfigError(
-                "a LossScaleOptimizer around the distributed optimizer decides on each rank alone whether to step, and "
-                "one rank's overflow would hang the job. Call keras.mixed_precision.set_dtype_policy('mixed_float16') "
-                "before you make the distributed optimizer, or wrap the other way round: "
-                "DistributedOptimizer(LossScaleOptimizer(optimizer))"
+                "a LossScaleOptimizer around the distributed optimizer decides on each rank for itself whether to "
+                "step, so one rank's overflow would hang the job. Call "
+                "keras.mixed_precision.set_dtype_policy('mixed_float16') before you make the distributed optimizer, or "
+                "wrap the other way round: DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
-        """As in the user's optimizer (moving averages)."""
+        """Let the user's optimizer do it, for its moving averages."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
 
 @keras.saving.register_keras_serializable(package=PACKAGE)
 class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOptimizer):
-    """A LossScaleOptimizer that exchanges first and decides by what all ranks saw."""
+    """A LossScaleOptimizer that exchanges gradients first, so that all ranks make the same decision."""
 
     def __init__(
         self,
@@ -294,15 +297,16 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         self._hold(settings)
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Make the user's optimizer's variables, and those of the loss scale."""
+        """Build the user's optimizer and the loss scale."""
         self._prepare()
-        # Keras builds it where attributes are not tracked, so that a variable which is one would not be saved (Nadam).
+        # Build it here, because Keras would build it without tracking attributes, and a variable that is an attribute,
+        # as in Nadam, would not be saved.
         self.inner_optimizer.build(variables)
         super().build(variables)
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None) -> None:
-        """Exchange the unscaled ``grads``; update the variables unless a rank met a non-finite value."""
+        """Unscale and exchange ``grads``. Update the variables unless a rank met a non-finite value."""
         variables, scale = self._begin(trainable_variables), tf.convert_to_tensor(self.dynamic_scale)
         reduced, verdict = self._dgc_settings.reduce(grads, variables, self.inner_optimizer, scale)
 
@@ -322,6 +326,6 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         tf.switch_case(verdict, branches)
 
     def get_config(self) -> dict[str, Any]:
-        """All that :meth:`from_config` needs."""
+        """Return the values from which :meth:`from_config` builds the optimizer again."""
         scale = {"initial_scale": self.initial_scale, "dynamic_growth_steps": self.dynamic_growth_steps}
         return {**super().get_config(), **scale}

@@ -1,7 +1,7 @@
-"""The distributed optimizers for legacy Keras (``tf_keras``): the user's optimizer itself, of a derived class.
+"""The distributed optimizers for legacy Keras (``tf_keras``): the user's optimizer gets a derived class.
 
-Legacy Keras calls ``aggregate_gradients`` before anything depends on the gradients' values, its LossScaleOptimizer
-included, so that is where they are exchanged.
+Legacy Keras and its LossScaleOptimizer call ``aggregate_gradients`` before they look at the gradients' values, so
+``aggregate_gradients`` exchanges them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Base: Any = object
 
 
 class Distributed(HasSettings, _Base):
-    """Mixed into the class of the user's optimizer."""
+    """A mixin for the class of the user's optimizer."""
 
     @tf.autograph.experimental.do_not_convert
     def aggregate_gradients(
@@ -46,10 +46,10 @@ class Distributed(HasSettings, _Base):
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Variable]], *args: Any, **options: Any) -> Any:
-        """Exchange the gradients and apply them; with ``backward_passes_per_step`` only once in so many calls."""
+        """Exchange the gradients and apply them. With ``backward_passes_per_step=N`` do so in every N-th call."""
         already = options.get("skip_gradients_aggregation") or not options.get("experimental_aggregate_gradients", True)
         if already or self._dgc_settings.options.passes == 1:
-            return super().apply_gradients(grads_and_vars, *args, **options)  # which calls aggregate_gradients()
+            return super().apply_gradients(grads_and_vars, *args, **options)  # this calls aggregate_gradients()
         grads_and_vars = list(grads_and_vars)
         apply = functools.partial(super().apply_gradients, **{**options, "skip_gradients_aggregation": True})
         reduced, verdict = self._exchange(grads_and_vars)
@@ -74,7 +74,7 @@ class Distributed(HasSettings, _Base):
         return list(zip(reduced, variables, strict=True)), verdict
 
     def get_config(self) -> dict[str, Any]:
-        """The user's optimizer's, with the adopted momentum where the user had it, and our settings beside it."""
+        """Return the configuration of the user's optimizer, with the user's momentum, and our settings."""
         config = super().get_config()
         adoption = self._dgc_settings.adoption
         inner = config if adoption is None else adoption.config(config)
@@ -82,7 +82,7 @@ class Distributed(HasSettings, _Base):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, object] | None = None) -> Any:
-        """Build it as it was saved; the compressor begins with empty residuals."""
+        """Build the saved optimizer. The compressor begins with empty residuals."""
         base: Any = cls.__bases__[-1]
         inner = dict(config["inner"])
         inner.pop("is_legacy_optimizer", None)
@@ -91,11 +91,11 @@ class Distributed(HasSettings, _Base):
 
 @functools.cache
 def _distributed_class(base: type) -> type:
-    """A class derived from an optimizer's, known to Keras' loading by its name."""
+    """Derive a class from an optimizer's class, and register its name so that Keras can load it."""
     derived = type(f"Distributed{base.__name__}", (Distributed, base), {"__module__": __name__})
     return tf_keras.saving.register_keras_serializable(package="dgc")(derived)
 
 
-# A model can be loaded before any optimizer was wrapped, so Keras must know the names from the beginning.
+# A script may load a model before it wraps any optimizer, so Keras must know the names from the beginning.
 for _name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl"):
     _distributed_class(getattr(tf_keras.optimizers, _name))

@@ -1,6 +1,6 @@
-"""``DGCMomentum``: Paddle's ``DGCMomentumOptimizer`` as an optimizer of whichever Keras is in use.
+"""``DGCMomentum``: Paddle's ``DGCMomentumOptimizer`` as an optimizer for both Keras.
 
-It is Keras' plain SGD behind a distributed optimizer whose compressor holds the momentum. Paddle's names and refusals
+It is Keras' plain SGD inside a distributed optimizer whose compressor applies the momentum. Paddle's names and errors
 come from :mod:`dgc.adapter.paddle`.
 """
 
@@ -37,13 +37,11 @@ from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce import ReduceOptions, Settings
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 
-_PLACE = ("iterations", "learning_rate")
-"""What a state holds beside the compressor's."""
+_PLACE = ("iterations", "learning_rate")  # keys that a state has in addition to the compressor's
 
 _NAME = "dgc_momentum"
 
-_NEVER = 2**62
-"""A first compressed step that no run reaches."""
+_NEVER = 2**62  # a first compressed step that no training reaches
 
 _IS_LEGACY = tf.keras.optimizers.SGD.__module__.startswith("tf_keras")
 
@@ -75,25 +73,25 @@ def DGCMomentum(
     SGD on averaged gradients. From then on every variable of at least ``min_numel`` elements sends its largest
     accumulated entries and keeps the rest for later.
 
-    The velocity does not contain the learning rate, as in Paddle and PyTorch and unlike in Keras' SGD, so a change of
-    the learning rate acts at once. A variable without a gradient (None) is left alone, as Keras does. Under the policy
+    The velocity does not contain the learning rate, as in Paddle and PyTorch but not in Keras' SGD, so a change of the
+    learning rate acts at once. A variable without a gradient (None) does not change, as in Keras. Under the policy
     mixed_float16 the optimizer is a LossScaleOptimizer itself and all ranks skip the same steps.
 
-    With one process nothing is compressed, whatever the step: that would only delay updates. Paddle refuses to run
-    then; here it is a warning, so that a script can be tried out without a launcher.
+    One process compresses nothing, because that would only delay updates. Paddle then refuses to run; here it is a
+    warning, so that users can try a script without a launcher.
 
     Args:
         learning_rate: the step size: a number or a Keras schedule.
         momentum: the momentum factor, in [0, 1).
         rampup_begin_step: the first compressed step, counted from 0.
         rampup_step: steps over which ``sparsity`` is walked through.
-        sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one stays.
+        sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one is used afterwards.
         use_nesterov: Nesterov momentum.
         local_grad_clip_norm: c; the local gradient of a compressed variable is scaled down to an L2 norm of
             c * sqrt(P).
         num_trainers: P; needed for clipping, and checked.
         regularization: ``L1Decay(c)``, ``L2Decay(c)`` or None.
-        name: of the optimizer.
+        name: the optimizer's name.
         lr: another name for ``learning_rate``.
         min_numel: smaller variables are sent dense.
         dtypes: names of the types that are compressed.
@@ -103,15 +101,15 @@ def DGCMomentum(
         **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=None``.
 
     Returns:
-        A Keras optimizer (of Keras 3, or of ``tf_keras`` where TF_USE_LEGACY_KERAS=1) with the further methods of
-        :class:`PaddleOptimizer`.
+        A Keras optimizer with the additional methods of :class:`PaddleOptimizer`. It belongs to ``tf_keras`` if
+        TF_USE_LEGACY_KERAS=1, else to Keras 3.
 
     Raises:
-        ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative
-            ``rampup_begin_step``, a clipping norm that is no float, ``num_trainers`` missing for it or not the number
-            of ranks, a regulariser of another kind.
-        ConfigError: (a ValueError) another option out of range.
-        TypeError: ``rampup_begin_step`` is missing, or an unknown option.
+        ArgumentError: (an AssertionError) Paddle has an assertion about it: the learning rate or momentum is missing,
+            ``rampup_begin_step`` is negative, the clipping norm is no float, ``num_trainers`` is missing for it or is
+            not the number of ranks, the regulariser is of another kind.
+        ConfigError: (a ValueError) another option is out of range.
+        TypeError: ``rampup_begin_step`` is missing, or an option is unknown.
 
     Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
     """
@@ -122,7 +120,7 @@ def DGCMomentum(
 
 
 class _Settings(Settings):
-    """The arguments of :func:`DGCMomentum`, without ``lr``, or those of a saved model; and their reducer."""
+    """The reducer of :func:`DGCMomentum`, with its arguments (without ``lr``), which are saved with a model."""
 
     compression: MomentumCompressor
 
@@ -135,7 +133,7 @@ class _Settings(Settings):
         super().__init__(compressor, ReduceOptions(process_set=given["process_set"]), lost=lost)
 
     def to_config(self) -> dict[str, Any]:
-        """The arguments in plain values, but for the learning rate and the name."""
+        """Return the arguments as plain values, without the learning rate and the name."""
         given = {k: v for k, v in self._arguments.items() if k not in ("learning_rate", "name", "process_set")}
         lost = [*self.lost, *(["process_set"] if self.process_set is not None else [])]
         if not isinstance(given["transport"], str):
@@ -145,7 +143,7 @@ class _Settings(Settings):
 
 
 class PaddleOptimizer(ExchangeMethods):
-    """What ``DGCMomentum`` has beside Keras' methods."""
+    """The methods of ``DGCMomentum`` that Keras' optimizers do not have."""
 
     compression: Any
     iterations: Any
@@ -153,13 +151,13 @@ class PaddleOptimizer(ExchangeMethods):
     name: str
 
     def minimize(self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None, name: str | None = None) -> None:
-        """One whole iteration: compute this rank's gradients, exchange them, update the variables.
+        """Make one step: compute this rank's gradients, exchange them, update the variables.
 
         Args:
             loss: a function of no arguments that returns the loss; or the loss, with the tape that has recorded it.
-            var_list: the variables, or a function that returns them; the same ones in every step.
-            tape: of the loss.
-            name: accepted as in legacy Keras.
+            var_list: the variables, or a function that returns them; the same variables in every step.
+            tape: the tape that has recorded the loss.
+            name: has no effect; legacy Keras has it.
 
         Raises:
             ConfigError: ``loss`` is a tensor and there is no tape.
@@ -177,12 +175,12 @@ class PaddleOptimizer(ExchangeMethods):
         self.apply_gradients(zip(gradients, variables, strict=True))  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, as copies: it differs between ranks, so save one per rank and never broadcast it.
+        """Return copies of this rank's state. It differs between ranks: save one per rank and never broadcast it.
 
         Returns:
-            ``"parameters"``: by variable name ``"u"`` (the momentum buffer) and, where compressed, ``"v"`` (what was
-            not sent yet), 1-D; ``"step"``, ``"rank"``, ``"size"``, ``"iterations"``, and
-            ``"learning_rate"`` where it is no schedule. Without parameters before the first step.
+            ``"parameters"``: by variable name ``"u"`` (the momentum buffer) and, if compressed, ``"v"`` (the residual),
+            1-D; empty before the first step. ``"step"``, ``"rank"``, ``"size"``, ``"iterations"``. ``"learning_rate"``
+            unless it is a schedule.
         """
         state = self.compression.state_dict()
         state["iterations"] = int(tf.convert_to_tensor(self.iterations))
@@ -191,16 +189,17 @@ class PaddleOptimizer(ExchangeMethods):
         return state
 
     def load_state_dict(self, state: Any, resize: bool = False) -> None:
-        """Continue from a saved state; call it on all ranks. Before the first step it is kept until then.
+        """Continue from a saved state. Call it on all ranks. Before the first step, keep the state until then.
 
-        A state from before the first step, or an empty dict, forgets momentum and residuals.
+        A state from before the first step, or an empty dict, clears momentum and residuals.
 
         Args:
-            state: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks'.
+            state: the result of :meth:`state_dict` on this rank; with ``resize=True`` a list of all old ranks' states.
             resize: redistribute the state of N old ranks to this job's M ranks, so that the mean residual is kept.
 
         Raises:
-            StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
+            StateError: (an AssertionError and a ValueError) the state belongs to another model, rank or number of
+                ranks.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         bare = [{k: v for k, v in s.items() if k not in _PLACE} for s in states]
@@ -210,11 +209,10 @@ class PaddleOptimizer(ExchangeMethods):
         if "learning_rate" in states[0] and isinstance(self.compression.options.learning_rate, float):
             self.learning_rate = states[0]["learning_rate"]
 
-    set_dict = load_state_dict
-    """Paddle's name."""
+    set_dict = load_state_dict  # Paddle's name
 
     def get_config(self) -> dict[str, Any]:
-        """All that :meth:`from_config` needs."""
+        """Return the values from which :meth:`from_config` builds the optimizer again."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]
         settings = config.pop("settings")
         inner = config.pop("inner") if _IS_LEGACY else config.pop("inner_optimizer")["config"]
@@ -222,7 +220,7 @@ class PaddleOptimizer(ExchangeMethods):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Build it as it was saved; the compressor begins with an empty state."""
+        """Build the saved optimizer. The compressor begins with an empty state."""
         config = {"process_set": None, **config}
         config.pop("is_legacy_optimizer", None)
         if isinstance(config["learning_rate"], dict):
@@ -232,7 +230,7 @@ class PaddleOptimizer(ExchangeMethods):
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: a regulariser as a dict, a sequence as a list, a NumPy number as a number."""
+    """Convert a value for JSON: a regulariser to a dict, a sequence to a list, a NumPy number to a number."""
     if isinstance(value, (L1Decay, L2Decay)):
         return {"kind": type(value).__name__, "coefficient": value.regularization_coeff}
     if isinstance(value, Mapping):
@@ -241,27 +239,27 @@ def _plain(value: Any) -> Any:
 
 
 def _regularizer(value: Any) -> Any:
-    """The regulariser that a mapping of a saved model describes; anything else as it is."""
+    """Make the regulariser that a saved model's mapping describes; return other values unchanged."""
     kinds = {"L1Decay": L1Decay, "L2Decay": L2Decay}
     known = isinstance(value, Mapping) and value.get("kind") in kinds
     return kinds[value["kind"]](value["coefficient"]) if known else value
 
 
 class FixedMomentum(Adoption):
-    """Momentum and regularisation that were given as arguments: nothing is taken from any optimizer."""
+    """An adoption that takes nothing: momentum and regularisation are arguments of ``DGCMomentum``."""
 
     def __init__(self, options: PaddleOptions, optimizer: Any) -> None:
         self._by_sign = isinstance(options.regularization, L1Decay)
         super().__init__(optimizer, options.to_config([]))
 
     def decayed(self, index: int, variable: Any) -> Any:
-        """X in G = clip(g) + c * x, where the core adds weight decay: the variable, or its sign for L1."""
+        """Return x in the core's weight decay, G = clip(g) + c * x: the variable, or its sign for L1."""
         raw = raw_variable(variable)
         return tf.sign(raw) if self._by_sign else raw
 
 
 class MomentumCompressor(DGCCompressor):
-    """The compressor inside ``DGCMomentum``: Paddle's rules about what is compressed, and its own momentum.
+    """The compressor inside ``DGCMomentum``. It follows Paddle's rules about which tensors are compressed.
 
     Attributes:
         options: Paddle's arguments.
@@ -278,16 +276,16 @@ class MomentumCompressor(DGCCompressor):
             self.options.check_ranks(self.process_set().size())
 
     def adopt(self, optimizer: Any, process_set: Any = None) -> None:
-        """Nothing is adopted: the momentum is this compressor's own argument."""
+        """Do nothing, because the momentum is an argument."""
 
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
-        """Make the engine; with one process, too, where nothing else would apply the momentum."""
+        """Make the engine, also for one process, because nothing else applies the momentum."""
         names = self._names if len(self._names) == len(variables) else unique_names(variables)
 
         def build() -> dict[str, Any]:
             self.options.check_ranks(transport.size)
             rate = self.options.learning_rate
-            # Here, where an error of one rank is raised on all: it refuses an optimizer that clips.
+            # It may refuse an optimizer that clips; an error raised here reaches all ranks.
             self.adoption = FixedMomentum(self.options, optimizer)
             shown = rate if isinstance(rate, float) else "a schedule"
             return {"learning_rate": shown, "regularization": repr(self.options.regularization)}
@@ -306,7 +304,7 @@ class MomentumCompressor(DGCCompressor):
             return super()._require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """This rank's state, made of some in the form of :meth:`state_dict`."""
+        """Return this rank's state out of ``states``, which must be results of :meth:`state_dict`."""
         for state in [] if is_empty(states[0]) else states:
             require_keys(state, ("parameters", "step", "rank", "size", "format"))
         with as_state_error():
@@ -320,7 +318,7 @@ if _IS_LEGACY:
 
     @tf_keras.saving.register_keras_serializable(package="dgc", name="DGCMomentum")
     class _Momentum(PaddleOptimizer, Distributed, tf_keras.optimizers.SGD):
-        """Legacy Keras' own LossScaleOptimizer around it has the gradients exchanged before it decides."""
+        """DGCMomentum for legacy Keras, whose LossScaleOptimizer exchanges gradients before it looks at them."""
 
         def __init__(self, **arguments: Any) -> None:
             settings = _Settings(arguments)
@@ -334,7 +332,7 @@ else:
     from dgc.tensorflow.keras.keras3 import DistributedLossScaleOptimizer, DistributedOptimizer
 
     class _OverSGD(PaddleOptimizer):
-        """The common part of both classes for Keras 3."""
+        """The common base of both classes for Keras 3."""
 
         def __init__(self, arguments: dict[str, Any], **others: Any) -> None:
             settings = _Settings(arguments)
@@ -349,7 +347,7 @@ else:
 
     @keras.saving.register_keras_serializable(package="dgc", name="DGCMomentumLossScale")
     class _MomentumLossScale(_OverSGD, DistributedLossScaleOptimizer):
-        """For the policy mixed_float16: it scales losses, and all ranks skip the same steps."""
+        """DGCMomentum for the policy mixed_float16: it scales losses, and all ranks skip the same steps."""
 
         def __init__(self, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000, **arguments: Any) -> None:
             super().__init__(arguments, initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps)

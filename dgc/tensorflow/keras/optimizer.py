@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` for whichever Keras the optimizer belongs to."""
+"""``DistributedOptimizer`` and ``load_model`` for both Keras."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Make a Keras optimizer exchange gradients before it applies them.
 
-    Arguments are those of ``horovod.tensorflow.keras.DistributedOptimizer``. With ``compression=Compression.dgc(...)``
-    gradients are sent compressed, and the momentum of an SGD moves into the compressor. ``compression=None`` averages
-    them with Horovod, also under Keras 3, where Horovod's own optimizer does not.
+    The arguments are those of ``horovod.tensorflow.keras.DistributedOptimizer``. With
+    ``compression=Compression.dgc(...)`` gradients are sent compressed, and the momentum of an SGD moves into the
+    compressor. ``compression=None`` averages them with Horovod. This also works under Keras 3, where Horovod's own
+    optimizer does not average.
 
     Returns:
-        For Keras 3 an optimizer around the given one; for legacy Keras the given one itself. Its ``compression``
-        attribute is the compressor.
+        For Keras 3 an optimizer that holds the given one; for legacy Keras the given one itself. Its attribute
+        ``compression`` is the compressor.
 
     Raises:
-        ConfigError: arguments that do not fit together, momentum applied twice, or no Keras optimizer.
+        ConfigError: arguments do not fit together, momentum would be applied twice, or it is no Keras optimizer.
     """
     settings = make_settings(locals())
     kind = family(optimizer)
@@ -50,7 +51,7 @@ def DistributedOptimizer(
         raise ConfigError(f"{brief(optimizer)} is no Keras optimizer")
     ours = distributed_in(optimizer)
     if ours is not None and not ours._dgc_settings.lost:
-        raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer once")
+        raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer only once")
     if kind == KERAS3:
         from dgc.tensorflow.keras.keras3 import wrap
     else:
@@ -65,14 +66,14 @@ def load_model(
     compression: Compressing = None,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a saved model, and make its optimizer distributed if it is none yet.
+    """Load a saved model, and make its optimizer distributed if it is not.
 
-    Arguments are those of ``horovod.tensorflow.keras.load_model``; ``legacy_opts`` has no effect. ``compression``
-    is for the optimizer of a dense run, whose momentum becomes the compressor's; a model that was saved with one of our
-    wrappers has its own.
+    The arguments are those of ``horovod.tensorflow.keras.load_model``; ``legacy_opts`` has no effect. ``compression``
+    is for the model of a dense run; the compressor takes its optimizer's momentum over. A model that was saved with a
+    distributed optimizer of dgc has a compressor already.
 
     Raises:
-        ConfigError: a compressor for a model that has one already, and all that it was given.
+        ConfigError: ``compression`` is given for a model that has a compressor with all its options.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = tf.keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
@@ -85,11 +86,11 @@ def load_model(
             return model
         if not ours._dgc_settings.lost:
             raise ConfigError(
-                "the model was saved with a distributed optimizer and goes on with its options; leave compression out, "
+                "the model was saved with a distributed optimizer and keeps its options; leave compression out, "
                 "or compile the model with a new DistributedOptimizer"
             )
     model.optimizer = DistributedOptimizer(optimizer, compression=compression)
-    compiled_with = getattr(model, "_compile_config", None)  # what Keras 3 saves
+    compiled_with = getattr(model, "_compile_config", None)  # Keras 3 saves this
     if compiled_with is not None:
         compiled_with.config["optimizer"] = model.optimizer
     return model
