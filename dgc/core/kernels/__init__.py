@@ -1,4 +1,4 @@
-"""Choose the kernels for a device: the operations on n elements."""
+"""Choose the kernels, which are the operations on n elements, for a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose_kernels(device: str = "cpu") -> Kernels:
 
     Raises:
         ArithmeticError: the result of a small step is wrong.
-        ConfigError: an unknown device, or a GPU backend that does not work here; the message says why.
+        ConfigError: the device is unknown, or its GPU backend does not work here; the message says why.
     """
     kind, _, number = device.partition(":")
     if kind not in DEVICES or (number and (kind == "cpu" or not number.isdecimal())):

@@ -20,10 +20,10 @@ from dgc.core.kernels.threshold import COLUMNS
 from dgc.core.layout import FLOAT_TYPES, MAX_BUCKET_ELEMENTS, SMALL, bounds_of
 from dgc.errors import LayoutError
 
-# An array where the kernels work: NumPy's, or on a GPU one of CuPy's. What is said to be NumPy's is on the host.
+# An array that kernels work on: NumPy's, or CuPy's on a GPU. Arguments declared as ``np.ndarray`` are on the host.
 Array: TypeAlias = Any
 
-# Element types as the kernels number them.
+# The number of each element type in the kernels.
 TYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_TYPES.values())}
 
 
@@ -31,7 +31,7 @@ TYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_TYPES.values())}
 class SegmentWork:
     """One tensor's part in a pass over a bucket.
 
-    What enters u and v is ``G = gradient * scale + weight_decay * parameter``; entries of G that are not finite count
+    The pass adds ``G = gradient * scale + weight_decay * parameter`` to u and v. Entries of G that are not finite count
     as 0.
 
     Attributes:
@@ -39,8 +39,8 @@ class SegmentWork:
         parameter: the same, if weight decay is on; else None.
         k: how many entries to send.
         scale: 1 / loss scale, times the clipping factor.
-        place: of a tensor that is sent dense: (length,), its part of the vector on the host.
-        result: of such a tensor: (length,) of u's type.
+        place: for a tensor that is sent dense, its part of the vector on the host, (length,).
+        result: for a tensor that is sent dense, its result, (length,) of u's type.
         limit: the largest magnitude that the result may have.
     """
 
@@ -86,10 +86,8 @@ class Selection:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Return whether all of (n,) values are finite.
-
-    One pass without temporaries is enough if the sum of their squares is finite.
-    """
+    """Return whether all of (n,) values are finite."""
+    # The dot product needs no temporary array. If it is finite, all values are.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())
 
@@ -194,7 +192,7 @@ class Kernels(abc.ABC):
         return False
 
     def for_exchange(self) -> Kernels:
-        """Return kernels that keep what they remember of one exchange's layout, and free it with that exchange."""
+        """Return kernels with a memory of their own for one exchange's layout, which is freed with the exchange."""
         return self
 
     def adopt_thread(self) -> None:  # noqa: B027
@@ -270,10 +268,10 @@ class Kernels(abc.ABC):
     ) -> None:
         """Apply momentum SGD to an averaged gradient, as the optimizer's own momentum would have."""
 
-    # -- what is sent dense: the host's way, with ``dense_update`` ---------------------------------------------------
+    # -- tensors that are sent dense; these methods work on the host, with ``dense_update`` --------------------------
 
     def begin_packing(self, parts: Sequence[SegmentWork], vector: np.ndarray) -> Callable[[], bool]:
-        """Copy gradients, times their scale, into a vector on the host, with zeros between them; now or later.
+        """Begin to copy gradients, times their scale, into a vector on the host, with zeros between them.
 
         Returns:
             A function that waits for the copies and returns whether a value is not finite.
@@ -293,7 +291,7 @@ class Kernels(abc.ABC):
     def update(self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array | None = None) -> None:
         """Apply momentum SGD to means and write the results.
 
-        ``vector`` holds the means. It and ``u``, which only momentum needs, begin at place 0 of the parts.
+        ``vector`` holds the means; ``u`` is needed only for momentum. A part's offset is its place in both.
         """
         for run in _runs(parts):
             if len(run) == 1:

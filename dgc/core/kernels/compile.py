@@ -25,7 +25,7 @@ from llvmlite import binding
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# No C functions of the kernels: nobody calls them, and they take time to compile.
+# no_cfunc_wrapper: nobody calls the kernels from C, and the wrappers take time to compile.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
@@ -33,9 +33,9 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wra
 def cache_directory() -> str:
     """Return the directory of the compiled kernels: one for each version of the sources and each kind of processor.
 
-    Numba looks for changes only in the file that defines a kernel, not in the files of the functions that it calls. Its
-    index is not safe if processors of two kinds share a home directory. The directory's name contains both. It is made
-    in NUMBA_CACHE_DIR, if that is set.
+    The directory's name contains both, for two reasons. Numba notices changes only in the file that defines a kernel,
+    not in the files of the functions that the kernel calls. And Numba's index is not safe if different kinds of
+    processors share a home directory. The directory is in NUMBA_CACHE_DIR, if that is set.
     """
     digest = hashlib.blake2b(digest_size=8)
     here = Path(__file__).parent
@@ -60,7 +60,7 @@ def _user_cache() -> Path:
 
 @cache
 def usable(directory: str) -> bool:
-    """Return whether kernels may be kept in a directory, which is made if it is missing.
+    """Return whether kernels may be kept in a directory. Make the directory if it is missing.
 
     Numba's index of a kernel is a pickle, which may run any code. So the directory is used only if no other user can
     write to it or replace it.
@@ -86,7 +86,7 @@ def usable(directory: str) -> bool:
 def _is_private(folder: Path, *, may_be_sticky: bool) -> bool:
     """Return whether a folder belongs to this user or root, and nobody else can write to it.
 
-    With ``may_be_sticky`` others may add files to it, as in /tmp, if they cannot rename or delete those of others.
+    With ``may_be_sticky`` others may add files, as in /tmp, if they cannot rename or delete other users' files.
     """
     # Another user may have made the folder of the kernels as a link. A parent may be the user's own link.
     status = folder.stat(follow_symlinks=may_be_sticky)
@@ -113,12 +113,13 @@ _within = threading.local()
 def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -> Iterator[None]:
     """Let one process of the host compile the kernels that the ``with`` block calls, while the others wait.
 
-    It logs a warning before it begins. If all was compiled before, nothing waits and nothing is logged. Within another
-    block of the same part and thread, this does nothing.
+    It logs a warning before it begins. If all kernels were compiled before, it neither waits nor logs. Inside another
+    block of the same part and thread, it does nothing.
 
     Args:
-        what: a name for the kernels that the block calls; always the same kernels for the same name.
-        part: "kernels", or another name: processes compile different parts at once, and warn only of "kernels".
+        what: a name for the kernels that the block calls; one name always stands for the same kernels.
+        part: "kernels", or another name. Processes may compile different parts at the same time; only "kernels" is
+            logged.
         patience: seconds to wait for another process before compiling as well. With 0, :class:`BusyError` is raised if
             another process compiles.
     """
@@ -142,7 +143,7 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
             _tell(directory)
         within.add(part)
         collects = gc.isenabled()
-        gc.disable()  # compiling makes millions of objects; collections would also walk through all of PyTorch's
+        gc.disable()  # compiling makes millions of objects, and each collection would visit all of PyTorch's, too
         try:
             yield
         finally:
@@ -198,7 +199,7 @@ def _touch(file: Path) -> None:
 
 
 def entry(function: F) -> F:
-    """Decorate a kernel that Python calls; it is compiled on its first call, or loaded from the cache."""
+    """Decorate a kernel that Python calls. It is compiled at its first call, or loaded from the cache."""
     directory, before = cache_directory(), numba.config.CACHE_DIR
     if usable(directory):
         numba.config.CACHE_DIR = directory
@@ -212,5 +213,5 @@ def entry(function: F) -> F:
 
 
 def helper(function: F) -> F:
-    """Decorate a function that only kernels call, and that is compiled into them."""
+    """Decorate a function that only kernels call. It is compiled into them."""
     return cast(F, numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function))

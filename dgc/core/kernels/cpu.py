@@ -1,7 +1,7 @@
 """The CPU backend in Numba: the pass over a bucket (in ``sweep``), dense work, and work at selected positions.
 
-A :class:`~dgc.core.kernels.threads.Team` runs the kernels: ``worker`` is the thread's number, ``progress``, (2,) int64,
-counts the pieces that are taken and done.
+A :class:`~dgc.core.kernels.threads.Team` runs the kernels. In a kernel's arguments, ``worker`` is the thread's number,
+and ``progress``, (2,) int64, counts the pieces that were taken and those that are done.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ class NumbaKernels(Kernels):
 
 # -- dense work: sums of squares for clipping, and momentum SGD on an averaged gradient --------------------------------
 
-# Elements of a piece of an update, and of one partial sum. It is fixed: sums must not depend on the number of threads.
+# Elements in one piece of an update, or in one partial sum. Fixed, so that sums do not depend on the number of threads.
 TILE = 32768
 
-# Interleaved sums within a tile. It is fixed: sums must not depend on the width of the machine's vectors.
+# Interleaved sums within a tile. Fixed, so that sums do not depend on the width of the machine's vectors.
 SUM_LANES = 64
 
 
@@ -216,7 +216,7 @@ def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
     """
     s = len(table) - 1
     while True:
-        # From the end to the beginning: the pass over the same gradients begins there, and finds them in the caches.
+        # From the end to the beginning: the pass that follows starts at the beginning, which is then in the caches.
         tile = tiles - 1 - fetch_add(progress, 0, 1)
         if tile < 0:
             break
@@ -233,7 +233,8 @@ def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
 def update_tiles(worker, progress, tiles, result, mean, u, address, code, momentum, nesterov, decay, scale, strips):
     """Apply momentum SGD to (n,) ``mean``, strip by strip, so that a strip stays in the cache. A kernel for ``Team``.
 
-    ``address`` and ``code`` are the parameter's, which is read if ``decay`` is not 0; ``strips`` is (W, STRIP) scratch.
+    ``address`` and ``code`` describe the parameter, which is read only if ``decay`` is not 0. ``strips`` is (W, STRIP)
+    scratch.
     """
     n = result.size
     m, d, c = np.float32(momentum), np.float32(decay), np.float32(scale)
@@ -244,7 +245,7 @@ def update_tiles(worker, progress, tiles, result, mean, u, address, code, moment
         last = min((tile + 1) * TILE, n)
         for start in range(tile * TILE, last, STRIP):
             count = min(STRIP, last - start)
-            # Slices, so that indices start at 0: an index that might be negative costs a branch in each loop.
+            # Slices make indices start at 0. An index that might be negative would cost a branch in each loop.
             r, g, w = result[start : start + count], mean[start : start + count], u[start : start + count]
             if decay != 0:
                 p = strips[worker]
@@ -269,11 +270,11 @@ def update_tiles(worker, progress, tiles, result, mean, u, address, code, moment
         fetch_add(progress, 1, 1)
 
 
-# -- work at k selected positions: they are ascending and unique, so threads with disjoint parts never meet ------------
+# -- work at k selected positions, which are ascending and unique, so that no two threads write the same element -------
 
 PART = 4096  # entries that a thread takes at a time
 
-# How many entries ahead of the current one its elements of u and v are asked for.
+# How many entries in advance elements of u and v are prefetched.
 SOON = 16
 
 

@@ -1,8 +1,8 @@
-"""The kernels on a device, for arrays of CuPy or of a namespace like it.
+"""The kernels on a device, for arrays of CuPy or of a module with the same interface.
 
-One launch is one pass over a bucket. All work is enqueued on one stream of this package. Candidates are copied to the
-host, which chooses among them as the CPU backend does. For each bucket the host waits once, for an event; it waits
-again if the thresholds did not help, because then a whole segment is copied.
+One launch makes one pass over a bucket. All work is enqueued on one stream of this package. Candidates are copied to
+the host, which chooses among them as the CPU backend does. For each bucket the host waits once, for an event. It waits
+a second time if the thresholds did not help: then it copies all elements of a segment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dgc.core.kernels.threshold import new_thresholds
 if TYPE_CHECKING:
     from dgc.core.kernels.sweep import Choice
 
-# The first copy of candidates has room for MORE times the last step's number, plus FEW. A second copy is a second wait.
+# The first copy of candidates has room for MORE times the last step's number, plus FEW. A second copy costs a wait.
 MORE, FEW = 1.25, 256
 SQUARED_AT_ONCE = 1 << 22  # elements whose squares are added up together, in a float64 copy
 _ALIGNMENT = 16  # bytes, of arrays that are copied together; elements, of tensors in a bucket
@@ -51,8 +51,8 @@ _ALIGNMENT = 16  # bytes, of arrays that are copied together; elements, of tenso
 # below 1.2e-38 in magnitude count as 0.
 
 # A tensor in a pass: addresses, position in the flat space, options of momentum SGD. ``limit`` is the least magnitude
-# of a candidate, of which ``most`` are kept, or the largest of a result. ``form``: 0 no momentum, 1 heavy ball, 2
-# Nesterov.
+# of a candidate, or the largest magnitude of a result. ``most`` is the number of candidates that are kept. ``form``: 0
+# no momentum, 1 heavy ball, 2 Nesterov.
 ROW = np.dtype(
     [(n, "u8") for n in ("gradient", "parameter", "result")]
     + [(n, "i8") for n in ("start", "length")]
@@ -96,7 +96,7 @@ _FIND = """
 
 
 def entry_type(kind: np.dtype) -> np.dtype:
-    """Return the type of a candidate as the sweep writes it: its value, and its position in the bucket."""
+    """Return the type in which the sweep writes a candidate: its value, and its position in the bucket."""
     return np.dtype([("value", kind), ("place", np.int32)], align=True)
 
 
@@ -110,8 +110,8 @@ class Text:
 
 
 TEXTS = {
-    # u <- m*u + G, v <- v + u; append candidates to the entries, in any order. ``met`` holds the number of entries,
-    # whether a value was not finite, and each tensor's number of candidates. Candidates beyond ``most`` are not kept.
+    # u <- m*u + G, v <- v + u; append candidates to the entries, in any order. ``met`` gets the number of entries, 1 if
+    # a value was not finite, and each tensor's number of candidates. Candidates beyond ``most`` are not kept.
     "sweep": Text(
         f"{_TABLE}",
         "T u, T v, raw int32 met, raw uint8 entries",
@@ -146,7 +146,7 @@ TEXTS = {
     if (!isfinite(out)) met[1] = 1;
 """,
     ),
-    # Apply momentum SGD to means and write the results; or, if dry, find whether a result would be beyond its limit.
+    # Apply momentum SGD to means and write the results. If ``dry``, only check whether a result would exceed its limit.
     "update": Text(
         f"{_TABLE}, T mean, bool dry",
         "T u, raw int32 met",
@@ -164,7 +164,7 @@ TEXTS = {
     else if (!(fabs(g) <= (T)r.limit)) met[1] = 1;
 """,
     ),
-    # Find whether a result that was written is beyond its limit.
+    # Check whether a written result exceeds its limit.
     "check": Text(
         f"{_TABLE}, raw T like",
         "raw int32 met",
@@ -186,10 +186,10 @@ TEXTS = {
 
 
 class Device(ABC):
-    """A device with a stream of this package; ``with`` makes both current, and may be nested.
+    """A device with a stream of this package. ``with`` makes both current, and may be nested.
 
     Attributes:
-        xp: the namespace of its arrays: CuPy.
+        xp: the module of its arrays: CuPy.
         name: for logs.
         stream: the stream's handle.
     """
@@ -210,7 +210,7 @@ class Device(ABC):
 
     @abstractmethod
     def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:
-        """Take device memory from a framework, because a pool of our own would keep memory from it.
+        """Take device memory from a framework, because a separate pool would leave it less memory.
 
         Args:
             allocate: returns an address, given the number of bytes and the handle of the stream that uses them.
@@ -253,7 +253,7 @@ class Device(ABC):
         return host
 
     def send(self, *arrays: np.ndarray) -> list[Array]:
-        """Enqueue one copy of small arrays, which may change afterwards; return each of them on the device."""
+        """Enqueue one copy of several small arrays; return each of them on the device. They may change afterwards."""
         given = [np.ascontiguousarray(a) for a in arrays]
         stops = np.cumsum([-(-a.nbytes // _ALIGNMENT) * _ALIGNMENT for a in given]).tolist()
         joined = np.zeros(stops[-1], np.uint8)
@@ -333,8 +333,8 @@ class DeviceKernels(Kernels):
 
     def _forget(self) -> None:
         self.memory = DeviceMemory(self.device, self.sums_of_squares)
-        self._owners: dict[Any, tuple[Array, int]] = {}  # by the tensors' places: see :meth:`_where`
-        self._expected: dict[int, int] = {}  # by the id of v: how many candidates are copied at once
+        self._owners: dict[Any, tuple[Array, int]] = {}  # by the tensors' places: see _where()
+        self._expected: dict[int, int] = {}  # by the id of v: how many candidates the first copy holds
 
     @override
     def for_exchange(self) -> DeviceKernels:
@@ -420,7 +420,7 @@ class DeviceKernels(Kernels):
             table, stop = self._rows(work)
             table["limit"], table["most"] = (np.inf, 0) if choice is None else (choice.limits, choice.most)
             expected = min(room, self._expected.get(id(v), room))
-            # The launch changes u and v, so all memory is allocated before it: without memory, a caller may try again.
+            # The launch changes u and v. All memory is allocated before it, so that after a failure a caller may retry.
             host = self.device.host_array(head + entry.itemsize * expected, np.uint8)
             if stop:
                 where, _ = self._where(table, stop)
@@ -523,7 +523,7 @@ class DeviceKernels(Kernels):
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _choose(self, choice: Choice, entries: np.ndarray, totals: np.ndarray, v: Array) -> None:
-        """Choose among the candidates, or among all entries of a segment if they do not suffice."""
+        """Choose among the candidates; if they do not suffice, choose among all entries of the segment."""
         missing = choice.among(entries["place"], entries["value"], totals)
         if missing.size:
             with self._lock:
@@ -564,7 +564,7 @@ class DeviceKernels(Kernels):
         return table, int((table["start"] + table["length"]).max(initial=0))
 
     def _where(self, table: np.ndarray, stop: int, *also: np.ndarray) -> tuple[tuple[Any, ...], list[Array]]:
-        """Return the arguments that tell a launch over ``stop`` elements its tensors; send ``also`` with them."""
+        """Return a launch's arguments that describe its tensors, which end at ``stop``; send ``also`` with them."""
         spans = tuple(table["start"].tolist()), tuple(table["length"].tolist())
         known = self._owners.get((spans, stop))
         if known is None:

@@ -27,9 +27,9 @@ def device_count() -> int:
 class CurrentDevice:
     """Make one device the current one of a thread, if it is not.
 
-    A thread of this package keeps the device. It must not go back to device 0, where every thread begins: with CUDA 12
-    that opens a context there, which takes half a gigabyte of the first device's memory for every process of a host. On
-    a caller's thread, ``with`` changes nothing if the device is current, and else goes back to the former device.
+    A thread of this package keeps the device. It must not go back to device 0, where every thread begins. With CUDA 12
+    this would open a context on device 0, which takes half a gigabyte there for every process of the host. On a
+    caller's thread, ``with`` changes nothing if the device is current already; otherwise it restores the former device.
     """
 
     def __init__(self, device: int, current: Callable[[], int], choose: Callable[[int], None]) -> None:
@@ -63,7 +63,7 @@ class CurrentDevice:
 
 
 class CupyDevice(Device):
-    """One GPU, with a stream that does not wait for the default one: events say when memory may be read."""
+    """One GPU, with a stream that does not wait for the default stream; events order their work."""
 
     def __init__(self, number: int) -> None:
         cuda = cupy.cuda.runtime
@@ -83,7 +83,7 @@ class CupyDevice(Device):
             self._thread.__dict__.setdefault("entered", []).append(entered.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        """Make what was current before current again."""
+        """Restore the former device, stream and allocator."""
         self._thread.entered.pop().__exit__(*error)
 
     def _memory(self) -> list[AbstractContextManager[None]]:
@@ -134,7 +134,7 @@ class CupyDevice(Device):
     @override
     def record(self) -> Any:
         with self._current:
-            # A wait for it blocks: a thread that spins would take a core from the data loader.
+            # block=True makes waiting threads sleep; a spinning thread would take a core from the data loader.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return event

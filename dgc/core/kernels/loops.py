@@ -1,7 +1,8 @@
 """The loops of codecs and quantizers, compiled by Numba; import them on first use, because Numba takes seconds to load.
 
-Letters: n elements, k entries. *codes* are (n,) uint8 small numbers, one per element, before they are packed. No loop
-reads or writes outside of its arrays. Words are computed in uint64: Numba turns a mix of int64 and uint64 into float64.
+Letters: n elements, k entries. *codes* are small numbers, (n,) uint8, one for each element, before they are packed. No
+loop reads or writes outside of its arrays. Words are computed in uint64, because Numba turns a mix of int64 and uint64
+into float64.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ROUNDER = np.float32(12582912)
 
 @helper
 def _half_of(bits):
-    """Return the half, as bits, of the float32 with these bits, rounded to nearest, ties to even."""
+    """Convert the bits of a float32 to the bits of a half, rounded to nearest, ties to even."""
     magnitude = bits & uint32(0x7FFFFFFF)
     # The addition of 0.5 moves a subnormal half to the lowest bits of a float32, and rounds it.
     small = bits_in(float_of(magnitude) + np.float32(0.5)) - uint32(0x3F000000)
@@ -50,9 +51,9 @@ def to_halves(
 
     Args:
         values: (k,) float32.
-        factor: a power of two; after it no magnitude above 0 is subnormal, or ``second`` is 1.
-        second: a power of two; after it every finite magnitude is below 65520.
-        limit: larger magnitudes, and infinity, become this one.
+        factor: a power of two. After this multiplication no magnitude above 0 is subnormal, or ``second`` is 1.
+        second: a power of two. After this multiplication every finite magnitude is below 65520.
+        limit: larger magnitudes, also infinity, become this number.
         halves: (k,) uint16, filled.
     """
     for i in range(halves.size):
@@ -82,7 +83,7 @@ def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> 
         offsets[i] = positions[i] & 0xFFFF
     first = 0
     for tile in range(counts.size):
-        # Bisection finds the first position beyond the tile: there are few positions, or many in a tile.
+        # Find the first position beyond the tile by bisection.
         low, high = first, k
         while low < high:
             middle = (low + high) // 2
@@ -96,10 +97,10 @@ def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> 
 
 @helper
 def _sound(positions, n):
-    """Return the index of the first position that is not above the one before it, or not below n; else k."""
+    """Return how many of the first positions are strictly ascending and below n."""
     k = positions.size
     wrong = 0
-    for i in range(1, k):  # without a break, so that LLVM looks at several at once
+    for i in range(1, k):  # without a break, so that LLVM can vectorise the loop
         wrong += positions[i] <= positions[i - 1]
     if k == 0 or (wrong == 0 and positions[0] >= 0 and positions[k - 1] < n):
         return k
@@ -111,7 +112,7 @@ def _sound(positions, n):
 
 @entry
 def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray, high: np.ndarray) -> int:
-    """Write (k,) int64 positions below n into low and high, uint64 words of any content.
+    """Write (k,) int64 positions below n into ``low`` and ``high``, which are uint64 words.
 
     Returns:
         How many of the first positions are strictly ascending below n; the words are complete if that is k.
@@ -141,7 +142,7 @@ def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray
 
 @entry
 def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, positions: np.ndarray) -> int:
-    """Fill (k,) int64 positions.
+    """Read ``positions``, (k,) int64, from the words ``low`` and ``high``.
 
     Returns:
         How many of the first positions are strictly ascending below n; k + 1 if the words hold more than k.
@@ -190,7 +191,7 @@ def encode_integers(
         x: (N,) float32.
         starts: (groups,) int64, where each group begins in x.
         bounds: (groups + 1,) int64, sums of the groups' lengths, from 0 to k.
-        bits: of a code.
+        bits: the number of bits in a code.
         scales: (groups,) float32, filled.
         codes: (k,) uint8, filled: two's complement in the lowest bits.
         left: (N,) float32, filled with ``x - decoded`` of the groups.
@@ -212,7 +213,7 @@ def encode_integers(
             # The addition rounds to nearest, ties to even: magnitudes are at most 127.
             q = (given[i] / divisor) * levels + _ROUNDER - _ROUNDER
             lost[i] = given[i] - (q / levels) * largest
-            # A group that is not finite is decoded as NaN.
+            # A group with a value that is not finite is decoded as NaN.
             code[i] = np.uint8((np.int32(q) if abs(q) <= levels else np.int32(0)) & mask)
         scales[g] = largest
 
@@ -221,7 +222,7 @@ def encode_integers(
 def add_integers(
     scales: np.ndarray, codes: np.ndarray, starts: np.ndarray, bounds: np.ndarray, bits: int, sums: np.ndarray
 ) -> bool:
-    """Decode :func:`encode_integers` and add to (N,) float32 ``sums``; return False if a code is not one of its."""
+    """Decode codes of :func:`encode_integers` and add them to (N,) float32 ``sums``; return False for a wrong code."""
     negative = 1 << (bits - 1)
     levels = np.float32(negative - 1)
     damaged = False
@@ -239,7 +240,7 @@ def add_integers(
 
 @entry
 def encode_two_means(values: np.ndarray, bounds: np.ndarray, means: np.ndarray, codes: np.ndarray) -> None:
-    """Code values as ``int2``: bit 0 is the sign, bit 1 says which of its group's two mean magnitudes an entry has.
+    """Code values as ``int2``. Bit 0 is the sign; bit 1 chooses one of the group's two mean magnitudes.
 
     Args:
         values: (k,) float32.
@@ -274,7 +275,7 @@ def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, v
         change = first ^ bits_in(means[2 * g + 1])
         for i in range(bounds[g], bounds[g + 1]):
             code = uint32(codes[i])
-            # Arithmetic on the bits: a branch on random bits takes three times as long.
+            # Computed on the bits, because a branch on random bits takes three times as long.
             value = first ^ (change * (code >> uint32(1) & uint32(1)))
             values[i] = float_of(value | (code & uint32(1)) << uint32(31))
 
@@ -283,7 +284,7 @@ _TRITS = (np.arange(243)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
 
 
 def _packing(bits):
-    """Return both functions of :data:`packing` for one width: a fixed width makes them ten times faster."""
+    """Make both functions of :data:`packing` for one width. A fixed width makes them ten times faster."""
     each = 8 // bits if 8 % bits == 0 else 0  # codes that fill a byte
     mask = (1 << bits) - 1
 
@@ -326,8 +327,8 @@ def _packing(bits):
     return packed, unpacked
 
 
-# Width of a code in bits -> a function ``(codes, out)``, which packs the low bits of the codes, lowest first, into
-# ceil(n*bits/8) bytes, and a function ``(data, codes)``, which unpacks them.
+# By the width of a code in bits, two functions. ``(codes, out)`` packs the low bits of the codes, lowest first, into
+# ceil(n*bits/8) bytes; ``(data, codes)`` unpacks them.
 packing = {bits: _packing(bits) for bits in range(1, 9)}
 
 
@@ -368,13 +369,13 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _TO_UNIT = 2.0**-32
-_LANES = 64  # sums that are computed side by side, so that additions do not wait for each other
+_LANES = 64  # interleaved sums, so that additions do not wait for each other
 _LARGEST = np.finfo(np.float32).max
 
 
 @helper
 def _uniform(key, i):
-    """Return random number i of a key, 32 bits in [0, 1): SplitMix64 (Steele et al. 2014), which can start anywhere."""
+    """Return random number i of a key, 32 bits in [0, 1), by SplitMix64 (Steele et al. 2014)."""
     z = key + (uint64(i) + uint64(1)) * _GOLDEN
     z = (z ^ (z >> uint64(30))) * _MIX1
     z = (z ^ (z >> uint64(27))) * _MIX2
@@ -384,7 +385,7 @@ def _uniform(key, i):
 
 @entry
 def uniform(key: np.uint64, out: np.ndarray) -> None:
-    """Fill (n,) float64 with random numbers in [0, 1); number i depends on the 64-bit key and on i alone."""
+    """Fill (n,) float64 with random numbers in [0, 1). Number i depends only on the 64-bit key and on i."""
     for i in range(out.size):
         out[i] = _uniform(key, i)
 
@@ -436,9 +437,9 @@ def round_signed(
         x: (n,) finite floats.
         scales: (ceil(n / group),) float32; elements with the scale 0 become 0.
         group: elements that share a scale.
-        limit: larger magnitudes become this one.
+        limit: larger magnitudes become this number.
         levels: the largest integer; the code is the rounded number plus ``levels``.
-        key: of the random numbers.
+        key: the key of the random numbers.
         codes: filled.
     """
     for g in range(scales.size):
@@ -453,7 +454,7 @@ def round_signed(
         for i in range(start, stop):
             value = float(x[i])
             magnitude = min(abs(value), limit)
-            # Limited before it becomes an integer, which cannot hold every float64.
+            # Limit the number before the conversion: an integer cannot hold every float64.
             level = int(min(float(levels), magnitude * factor + _uniform(key, i)))
             codes[i] = levels - level if value < 0 else levels + level
 
@@ -499,7 +500,7 @@ def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
 
     Args:
         x: (outer, columns, inner) floats.
-        means: (2, columns) float32, filled: of the entries below 0, and of the others; 0 if there are none.
+        means: (2, columns) float32, filled with the mean of the entries below 0 and that of the others; 0 without any.
         signs: (outer * columns * inner,) uint8, filled: 0 for an entry below 0, else 1.
     """
     outer, columns, inner = x.shape

@@ -1,4 +1,4 @@
-"""The plain, slow NumPy backend, which tests compare the fast ones with."""
+"""A plain and slow NumPy backend. Tests compare the fast backends with it."""
 
 from __future__ import annotations
 

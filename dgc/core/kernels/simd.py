@@ -1,9 +1,9 @@
 """Fixed-width vectors, atomic counters and raw addresses for Numba kernels.
 
 Numba leaves vectorisation to LLVM. LLVM cannot vectorise a loop that updates a block, looks whether an entry passes a
-threshold, and then decides what to store. So kernels use a vector type: a value holds LANES floats, and an operation on
+threshold, and then decides what to store. So kernels use a vector type. A value holds LANES floats, and an operation on
 it is one LLVM instruction, which LLVM splits into the machine's registers (four of 512 bits, eight of 256, sixteen of
-128). Each operation is rounded by itself: LLVM merges a product and a sum only if a flag allows it, and none does.
+128). Each operation is rounded separately: LLVM merges a product and a sum only if a flag allows it, and no flag does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numba.extending import intrinsic, models, register_jitable, register_model
 
 from dgc.core.kernels.compile import helper
 
-AHEAD = 512  # how many elements ahead of the current one :func:`prefetch` asks for: 2 KiB of float32
+AHEAD = 512  # how many elements in advance :func:`prefetch` loads: 2 KiB of float32
 
-# Floats in a vector, which are compared with a threshold together. No result depends on it.
+# Floats in a vector, which are compared with a threshold in one operation. No result depends on this number.
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32
 
 _I1, _I32, _I64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
@@ -34,7 +34,7 @@ class Lanes(types.Type):
     """A Numba type: LANES numbers of 32 bits in registers. It cannot be an argument of an :func:`entry`."""
 
 
-# float32 numbers; and copies of a magnitude's bits, to compare vectors with.
+# A vector of float32 numbers, and a vector of copies of a magnitude's bits for comparisons.
 VECTOR, THRESHOLD = Lanes("vector"), Lanes("threshold")
 
 
@@ -78,7 +78,7 @@ _LINE = 64  # bytes of a cache line
 
 
 def _asking(lines: int) -> Callable[..., ir.Value]:
-    """Return code that asks for the cache line of an array's element, and for the lines after it."""
+    """Return code that prefetches ``lines`` cache lines, beginning with that of an array's element."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         byte = ir.IntType(8).as_pointer()
@@ -95,10 +95,10 @@ def _asking(lines: int) -> Callable[..., ir.Value]:
 
 @intrinsic
 def prefetch(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
-    """Ask for ``array[index : index + LANES]`` in advance; an address without memory does no harm.
+    """Prefetch ``array[index : index + LANES]`` into the caches. An address without memory does no harm.
 
-    The processor fetches ahead by itself, but begins again on every page of 4 KiB. With a request for each line, one
-    core reads and writes 10 % more in the same time.
+    The processor prefetches automatically, but starts again on every page of 4 KiB. With an explicit request for each
+    line, one core reads and writes 10 % more in the same time.
     """
     lines = LANES * array.dtype.bitwidth // 8 // _LINE
     return types.void(array, types.intp), _asking(lines)
@@ -106,7 +106,7 @@ def prefetch(typing_context: Compiled, array: Compiled, index: Compiled) -> Comp
 
 @intrinsic
 def prefetch_entry(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
-    """Ask for ``array[index]`` in advance."""
+    """Prefetch ``array[index]`` into the caches."""
     return types.void(array, types.intp), _asking(1)
 
 
@@ -171,7 +171,7 @@ def multiply(typing_context: Compiled, a: Compiled, b: Compiled) -> Compiled:
 
 @intrinsic
 def splat_key(typing_context: Compiled, key: Compiled) -> Compiled:
-    """Return LANES copies of the magnitude bits ``key``, to compare vectors with."""
+    """Return a vector with LANES copies of the magnitude bits ``key``, for comparisons."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         return _splat(builder, builder.trunc(args[0], _I32))
@@ -250,8 +250,8 @@ def float_of(typing_context: Compiled, bits: Compiled) -> Compiled:
 def from_half(half):
     """Return the float32 of a half, given by its bits, uint16.
 
-    Gradients are full of denormal halves. They are converted as integers: as float32 denormals on the way they would
-    take a hundred times as long.
+    Gradients contain many denormal halves. They are converted as integers, because arithmetic with float32 denormals
+    would take a hundred times as long.
     """
     bits = uint32(half)
     magnitude = bits & uint32(0x7FFF)

@@ -1,9 +1,9 @@
-"""The pass over one bucket: momentum correction, the entries above a threshold, and the k largest of them.
+"""The pass over one bucket: correct momentum, collect the entries above a threshold, and pick the k largest of them.
 
 A chunk is a piece of one segment. Threads take one chunk after the other, and each writes candidates into a scratch
-array of its own. The thread that finishes a segment's last chunk picks the segment's entries at once, so no thread
-waits for another one in between. Results do not depend on the number of threads: neither do the chunks, and a segment's
-candidates are read in the order of its chunks.
+array of its own. The thread that finishes a segment's last chunk picks the segment's entries immediately, so threads do
+not wait for each other. Results do not depend on the number of threads: the chunks do not, and a segment's candidates
+are read in the order of its chunks.
 
 This module imports Numba, as do ``cpu``, ``loops``, ``simd``, ``threads`` and ``compile``: load them on first use.
 """
@@ -45,7 +45,7 @@ from dgc.core.kernels.threads import Team
 from dgc.core.kernels.threshold import ENOUGH
 from dgc.core.layout import FLOAT_TYPES
 
-# -- a bucket's work as two tables of numbers, so that loops meet no Python object -------------------------------------
+# -- a bucket's work as two tables of numbers, because kernels cannot read Python objects ------------------------------
 # S segments. The tables hold addresses of arrays, so that one compiled kernel serves every mix of types without copies.
 
 # Columns of the (S, 13) int64 table that Python fills.
@@ -72,7 +72,7 @@ def address_of(array: np.ndarray) -> int:
 
 def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
     """Return address and type code of a 1-D array of ``length`` elements."""
-    # The common case first: after a pass the caches are cold, so that the code of each further test has to be fetched.
+    # The common case first: after a pass the caches are cold, so the code of every other test must be fetched.
     if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
         return address_of(array), FLOAT32
     return address_of(array), type_code(array, length, what)
@@ -98,12 +98,12 @@ def make_table(work: Sequence[SegmentWork]) -> tuple[np.ndarray, np.ndarray]:
 
 
 # -- one chunk ---------------------------------------------------------------------------------------------------------
-# A pass moves 20 bytes per float32 element: it reads g, u and v once, and writes u and v once. LANES entries at a time
-# are updated in registers and compared with the threshold. The comparison gives a mask of LANES bits; only a mask other
-# than 0 (one in ten at a density of 0.1 %) costs a branch. Infinity is above every threshold, so the same mask shows a
-# block that is not finite before it is stored. Such a block is computed again, entry by entry.
+# A pass moves 20 bytes per float32 element: it reads g, u and v once, and writes u and v once. It updates LANES entries
+# at a time in registers, and compares them with the threshold. The comparison gives a mask of LANES bits; only a mask
+# other than 0 (one in ten at a density of 0.1 %) costs a branch. Infinity is above every threshold, so the same mask
+# reveals a block that is not finite before it is stored. Such a block is computed again, entry by entry.
 
-STRIP = 4096  # elements of another type that are widened at a time: they stay in the first two caches
+STRIP = 4096  # elements of another type that are converted at a time, so that they stay in the first two caches
 
 _UINT64_1 = np.uint64(1)
 
@@ -128,16 +128,16 @@ def value_of(key: int, like: np.ndarray) -> float:
 
 @helper
 def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale):
-    """Update ``start`` to ``stop``; return whether an entry was not finite. Such entries of G count as 0.
+    """Update elements ``start`` to ``stop``; return whether an entry was not finite. Such entries of G count as 0.
 
-    Where a sum of finite values is infinite, u and v keep their values.
+    If a sum of finite values is infinite, u and v keep their values.
     """
     nonfinite = False
     for i in range(start, stop):
         x = g[i - g0] * scale
         if decays:
             x += p[i - p0] * decay
-        # v[i] holds x only while its bits are looked at.
+        # v[i] holds x for a moment, so that its bits can be read.
         old = v[i]
         v[i] = x
         if bits[i] & MAGNITUDE >= INFINITY:
@@ -159,7 +159,7 @@ def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, deca
 
 @helper
 def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
-    """Update ``start`` to ``stop``; append entries that reach ``key`` from index n on, until ``full`` is passed.
+    """Update elements ``start`` to ``stop``; append those that reach ``key`` from index n on, while n <= ``full``.
 
     g and p begin at the bucket's positions g0 and p0. Returns the new n, and whether an entry was not finite.
     """
@@ -212,8 +212,8 @@ def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale,
 
 @helper
 def widen(address, code, start, count, out):
-    """Copy ``count`` elements from ``start`` on of the array of type ``code`` at ``address`` to ``out``."""
-    # Slices, so that indices start at 0: an index that might be negative costs a branch in each loop.
+    """Convert ``count`` elements to float32: those from ``start`` on in the array of type ``code`` at ``address``."""
+    # Slices make indices start at 0. An index that might be negative would cost a branch in each loop.
     out = out[:count]
     if code == FLOAT32:
         single = carray(at_address(address), (start + count,), types.float32)[start:]
@@ -267,8 +267,8 @@ def sweep_chunk(integers, reals, s, start, stop, u, v, bits, key, wide, position
 
 # -- the choice among candidates ---------------------------------------------------------------------------------------
 # Each chunk has left a run of candidates in ascending order of position. Magnitudes are compared by their bits, called
-# keys. The k largest are picked without sorting: a partition of the candidates' keys gives the k-th largest. Then
-# another walk over the candidates writes the entries in order.
+# keys. The k largest are picked without sorting: a partition of the candidates' keys gives the k-th largest key, and a
+# second loop over the candidates writes the entries in order.
 
 
 @helper
@@ -317,13 +317,13 @@ def kth_key(bits, starts, counts, first, last, total, k):
 
 @helper
 def write_largest(positions, values, bits, starts, counts, first, last, key, ties, k, out_positions, out_values, place):
-    """Write candidates above ``key``, and the first ``ties`` equal to it, k in all, in order from ``place`` on."""
+    """Write k candidates in order from ``place`` on: those above ``key``, and the first ``ties`` equal to it."""
     n, end = place, place + k
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
             if n == end:
                 return
-            # Always written, but n advances only for an entry to keep: there is no branch to mispredict.
+            # Write every candidate, but advance n only for an entry to keep: this needs no branch.
             out_positions[n] = positions[i]
             out_values[n] = values[i]
             candidate = bits[i] & MAGNITUDE
@@ -334,17 +334,17 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
 
 CHUNK = 131072  # elements that a thread takes at a time; a multiple of LANES
 
-# Stands for a count if a segment's candidates were too many or too few, or none were collected.
+# In place of a count: a segment's candidates were too many or too few, or were not collected.
 UNFINISHED = -1
 
-# The rules are plain Python, for every backend. This lets kernels call them.
+# The rules are plain Python, for every backend. Registering them lets kernels call them.
 for _rule in (rules.threshold, rules.most_candidates, rules.estimate, rules.learn):
     register_jitable(_rule)
 
 
 @helper
 def _learn(row, k, used, count, kth):
-    """Call the rule; as a helper it is compiled once, and not again for each kernel."""
+    """Call the rule. As a helper it is compiled only once, not for each kernel that calls it."""
     rules.learn(row, k, used, count, kth)
 
 
@@ -395,7 +395,7 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
     length, used = integers[s, LENGTH], reals[s, USED]
     first = integers[s, FIRST_CHUNK]
     last = first + (length + CHUNK - 1) // CHUNK
-    total: Any = np.int64(0)  # for a plain 0, of another type, the functions below would be compiled once more
+    total: Any = np.int64(0)  # a plain 0 has another type, for which the functions below would be compiled again
     for c in range(first, last):
         if counts[c] < 0:
             return UNFINISHED
@@ -424,7 +424,7 @@ def compress_chunks(
     worker, progress, chunks, integers, reals, thresholds, u, v, selecting, room, chunk_table, left,
     positions, values, spent, nonfinite, taken, out_positions, out_values,
 ):  # fmt: skip
-    """Update u and v, and with ``selecting`` pick the entries of all segments whose candidates suffice.
+    """Update u and v. With ``selecting``, pick the entries of all segments whose candidates suffice.
 
     A kernel for :class:`dgc.core.kernels.threads.Team`, with C chunks as pieces and W threads.
 
@@ -460,7 +460,7 @@ def compress_chunks(
         s = chunk_segment[c]
         start = (c - integers[s, FIRST_CHUNK]) * CHUNK
         stop = min(start + CHUNK, integers[s, LENGTH])
-        # If one thread finds more than this, they are too many, whatever the others find.
+        # If one thread finds more candidates than this, the segment has too many, whatever other threads find.
         allowed = integers[s, MOST] - spent[worker, s]
         key = integers[s, KEY] if allowed >= 0 else INFINITY
         first = n
@@ -510,7 +510,7 @@ class Workspace(threading.local):
     """Scratch arrays that a Python thread keeps from call to call."""
 
     def __init__(self) -> None:
-        self.kept: list[Scratch] = []  # those that are not in use: a borrower puts them back
+        self.kept: list[Scratch] = []  # scratch arrays that are not in use; a borrower puts them back
 
     def borrow(self, workers: int, segments: int, chunks: int, room: int) -> Scratch:
         """Return unused scratch arrays of at least these sizes."""
@@ -525,9 +525,9 @@ class Workspace(threading.local):
 
 
 # -- the choice among all entries, if a threshold does not help --------------------------------------------------------
-# A radix selection on the bits of ``|v|``: histograms of BINS bins, from the top bits down, give the k-th largest
-# magnitude, and another pass writes the entries in order. Whatever the values are, a few passes suffice, and they only
-# read v (4 bytes per element). With the search among candidates, a step at a density of 25 % would take twice as long.
+# A radix selection on the bits of ``|v|``. Histograms of BINS bins, from the top bits down, give the k-th largest
+# magnitude, and another pass writes the entries in order. A few passes suffice for any values, and they only read v (4
+# bytes per element). At a density of 25 %, a search among candidates would make a step take twice as long.
 
 BINS = 2048
 _ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -571,7 +571,7 @@ def _tally(v, bits, low, high, shift, bins):
 
 @helper
 def _kth_key_of_all(v, bits, k, bins):
-    """Return the same as ``kth_key``, for all entries, of which more than k are not 0."""
+    """Return the same as ``kth_key``, but for all entries. More than k entries must not be 0."""
     low: Any = np.int64(0)
     high: Any = np.int64(MAGNITUDE)
     wanted = k
@@ -624,7 +624,7 @@ def select_whole(
             break
         s = which[ticket]
         start, k, out = integers[s, OFFSET], integers[s, ENTRIES], integers[s, OUT]
-        # Slices, so that indices start at 0: an index that might be negative costs a branch in each loop.
+        # Slices make indices start at 0. An index that might be negative would cost a branch in each loop.
         own, bits = v[start : start + integers[s, LENGTH]], all_bits[start : start + integers[s, LENGTH]]
         nonzero = _count(own, bits, np.int64(1))
         key, ties, kth, reached = 0, 0, 0.0, 0
@@ -657,12 +657,12 @@ class Choice:
 
     Attributes:
         limits: (S,) float64, the least magnitude of each segment's candidates; infinity to collect none.
-        most: (S,) int64, how many candidates of each segment are kept; if there are more, none of them is used.
+        most: (S,) int64, how many candidates of each segment are kept. If there are more, none is used.
         room: the sum of ``most``.
     """
 
     def __init__(self, work: Sequence[SegmentWork], thresholds: np.ndarray) -> None:
-        """Take the work of a pass, and the (S, COLUMNS) thresholds, which are updated."""
+        """Prepare the choice for the work of a pass. The thresholds, (S, COLUMNS), are updated later."""
         self._thresholds = thresholds
         self._integers, self._reals = np.zeros((len(work), INTEGERS), np.int64), np.zeros((len(work), REALS))
         self._integers[:, OFFSET] = [w.offset for w in work]
@@ -706,7 +706,7 @@ class Choice:
         return slice(int(offsets[0]), int(offsets[-1] + self._integers[which[-1], LENGTH]))
 
     def among_all(self, which: np.ndarray, v: np.ndarray, team: Team, threads: int) -> None:
-        """Choose among all entries of these segments; ``v`` is the one of their :meth:`span`."""
+        """Choose among all entries of these segments; ``v`` holds the elements of their :meth:`span`."""
         start = self.span(which).start
         integers = self._integers.copy()
         integers[:, OFFSET] -= start

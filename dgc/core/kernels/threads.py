@@ -1,9 +1,9 @@
 """How many threads the kernels use, and the team of threads that shares their work.
 
-Numba's own parallel loops are not used. They run on OpenMP, or on a pool that two Python threads may not enter at once.
-They end in a barrier, where a thread without work that the system has not scheduled yet holds up all others. OpenMP
-does not survive a fork, and keeps spinning when the framework needs the cores. Here every thread, the calling one too,
-takes pieces of the work until none is left, and the call returns when all pieces are done.
+Numba's own parallel loops are not used. They run on OpenMP, or on a pool that two Python threads may not enter at the
+same time. They end in a barrier, where all threads wait even for a thread that has no work and is not scheduled yet.
+OpenMP does not survive a fork, and its threads keep spinning when the framework needs the cores. Here every thread,
+also the calling one, takes pieces of the work until none is left, and the call returns when all pieces are done.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dgc.core.kernels.simd import fetch_add
 from dgc.errors import ConfigError
 
 THREADS_VARIABLE = "DGC_NUM_THREADS"
-# Variables in which launchers give the number of ranks on this host; the first one that is set counts.
+# Variables in which launchers give the number of ranks on this host. The first one that is set counts.
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
 
-# How often a thread looks whether the work is done before it sleeps: a few hundred microseconds.
+# How often a thread checks whether the work is done before it sleeps. This takes a few hundred microseconds.
 LOOKS = 20000
-NAP = 5e-5  # seconds of sleep between two looks after that
+NAP = 5e-5  # seconds of sleep between later checks
 
 
 def available_cores() -> int:
@@ -53,7 +53,7 @@ def default_threads() -> int:
 
 @entry
 def _all_done(progress, pieces, looks):
-    """Return whether all pieces are done; look up to ``looks`` times."""
+    """Return whether all pieces are done; check up to ``looks`` times."""
     for _ in range(looks):
         if fetch_add(progress, 1, 0) >= pieces:
             return True
@@ -65,8 +65,8 @@ class Team:
 
     A kernel is called as ``kernel(worker, progress, pieces, *arguments)``. It takes a piece by
     ``fetch_add(progress, 0, 1)`` until none is left, and ends each piece by ``fetch_add(progress, 1, 1)``. It must not
-    write after that, because the caller goes on when all pieces are done. Several Python threads may call :meth:`run`
-    at once. A forked child gets a new team.
+    write after that, because the caller continues when all pieces are done. Several Python threads may call :meth:`run`
+    at the same time. A forked child gets a new team.
     """
 
     def __init__(self) -> None:
@@ -80,8 +80,7 @@ class Team:
         self._helpers: list[Thread] = []
         self._lock = Lock()
         self._finalizer = weakref.finalize(self, _dismiss, self._jobs, self._helpers)
-        # The helpers do not end when the process ends.
-        self._finalizer.atexit = False
+        self._finalizer.atexit = False  # daemon threads end with the process
 
     def run(self, threads: int, kernel: Callable[..., None], pieces: int, *arguments: object) -> None:
         """Run a kernel on up to ``threads`` threads, the calling one included; raise what it raises on any thread.
@@ -104,8 +103,8 @@ class Team:
             helpers: the most threads; they are workers 1, 2, ...; the thread that calls ``finish()`` is worker 0.
             kernel: the kernel.
             pieces: how many pieces its work has.
-            arguments: the kernel's.
-            keeps: objects whose addresses are among the arguments; kept alive as long as a thread may work.
+            arguments: the kernel's arguments.
+            keeps: objects whose addresses are among the arguments. They are kept alive as long as a thread may work.
 
         Returns:
             The work. Call its ``finish()`` before reading what the kernel writes.
@@ -152,7 +151,7 @@ class Work:
         self._finished.append(worker)
 
     def finish(self) -> None:
-        """Do the rest of the work, and wait for the other threads; raise what the kernel raises on any thread."""
+        """Do the rest of the work, and wait for the other threads. Raise an error that a thread has met."""
         progress, pieces = self._progress, self._pieces
         if progress[1] >= pieces:
             return
@@ -168,7 +167,7 @@ class Work:
             raise
 
     def give_up(self) -> None:
-        """Skip the rest of the work; after this call no thread works on it."""
+        """Skip the rest of the work. After this call no thread works on it."""
         self._progress[0] = self._pieces  # no thread takes another piece
         _wait_for(self._started, self._finished)
 
@@ -190,9 +189,9 @@ def _help(jobs: SimpleQueue[Job | None]) -> None:
 
 
 def _wait_for(started: list[int], finished: list[int]) -> None:
-    """Wait even if interrupted: a piece takes a millisecond, and its memory may be freed after this.
+    """Wait until the helpers that have started are done, even if interrupted: their memory may be freed afterwards.
 
-    A helper that starts later finds no piece.
+    A piece takes about a millisecond. A helper that starts later finds no piece.
     """
     while True:
         try:

@@ -1,16 +1,17 @@
 """Predict a threshold for the candidates of each segment, and learn from every pass over memory.
 
-A pass collects the entries of ``|v|`` at or above a threshold; the k largest are picked among these candidates. Too low
-a threshold costs time, too high a threshold leaves fewer than k. After a pass the k-th largest magnitude is known. Near
-it, the number of entries above t falls like ``t ** -slope``; the number of candidates gives the slope.
+A pass collects the entries of ``|v|`` at or above a threshold, and the k largest are picked among these candidates. A
+threshold that is too low costs time; one that is too high leaves fewer than k candidates. After a pass the k-th largest
+magnitude is known. Near it, the number of entries above t falls like ``t ** -slope``; the number of candidates gives
+the slope.
 
 The next threshold is the last k-th largest magnitude, raised by the expected growth and lowered by a margin. (Residuals
 grow for hundreds of steps after a change of density, less in each step.) The margin follows the errors of the latest
 expectations. It is large enough for a few more than k candidates, and small enough for at most five times k.
 
-A checkpoint holds the rows.
+A row holds a segment's numbers. Checkpoints contain the rows.
 
-Source: the reuse of thresholds is Ok-Topk's (Li and Hoefler 2022, arXiv 2201.07598); the prediction is ours.
+Source: Ok-Topk reuses thresholds (Li and Hoefler 2022, arXiv 2201.07598); the prediction is new here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dgc.core.layout import SMALL
 NEXT = 0  # threshold of the next pass; with 0 all entries but zeros are candidates
 LEVEL = 1  # binary logarithm of the last k-th largest magnitude
 CHANGE = 2  # the change of LEVEL from the step before
-SPREAD = 3  # smoothed error of GROWTH: rises fast, falls slowly; it counts magnitudes below the expected ones twice
+SPREAD = 3  # smoothed error of GROWTH: rises fast, falls slowly; errors below the expectation count twice
 SLOPE = 4  # how often the number of entries above a threshold halves for each doubling of the threshold
 ENTRIES = 5  # the k of the row
 GROWTH = 6  # the expected growth of LEVEL in the next step; never below 0
@@ -33,8 +34,8 @@ COLUMNS = 7
 
 # Above this share of entries a threshold saves nothing: a histogram selects the entries after the pass.
 HIGHEST_DENSITY = 0.05
-# With fewer candidates than this share of k, a histogram selects the entries after the pass. With more, all candidates
-# are sent, and the missing entries in the next step.
+# With fewer candidates than this share of k, a histogram selects the entries after the pass. With more, but fewer than
+# k, all candidates are sent.
 ENOUGH = 0.8
 
 FIRST_SPREAD = 0.1
@@ -54,15 +55,15 @@ COLLECT_NOTHING = math.inf
 
 
 def new_thresholds(segments: int) -> np.ndarray:
-    """Return ``(segments, COLUMNS)`` float64 of NaN: nothing known."""
+    """Return ``(segments, COLUMNS)`` float64 of NaN, which means that nothing is known."""
     return np.full((segments, COLUMNS), np.nan)
 
 
 def threshold(row: np.ndarray, k: int, length: int) -> float:
     """Return the threshold of the next pass for one segment.
 
-    It is the least magnitude of a candidate. 0 makes all entries but zeros candidates. Infinity collects none: the
-    segment is selected after the pass, because nothing is known yet or the density is high.
+    It is the least magnitude of a candidate. With 0, all entries that are not zero are candidates. With infinity, none
+    are: the segment is selected after the pass, because nothing is known yet or the density is high.
     """
     if k <= 0:
         return COLLECT_NOTHING
@@ -94,7 +95,7 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
         k: how many entries were to be selected.
         used: the threshold of the pass, or another magnitude.
         count: how many entries reach it.
-        kth: the k-th largest magnitude, or its estimate; 0 if fewer than k entries are not zero.
+        kth: the k-th largest magnitude, or its estimate; 0 if there are fewer than k non-zero entries.
     """
     if not kth < math.inf:
         row[:] = math.nan
@@ -113,7 +114,7 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
     if known:
         change, before = level - row[LEVEL], row[CHANGE]
         error = change - row[GROWTH]
-        # The first growth was not expected: it says nothing about the quality of expectations.
+        # Nothing was expected of the first growth, so its error says nothing about expectations.
         if before != 0.0 or error < 0.0:
             size = min(max(-error, 0.5 * error), LARGEST_ERROR)
             row[SPREAD] += (RISE if size > row[SPREAD] else FALL) * (size - row[SPREAD])
