@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.job import errors_on_all_ranks
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.distributed import TorchJob, job_of
+from dgc.torch.distributed import DistributedJob, TorchJob, ddp_over, job_of
 from dgc.torch.momentum import DGCMomentum
 from dgc.torch.packing import gather_packed, packed, unpacked
 from dgc.torch.untraced import untraced
@@ -85,7 +85,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     state: Any
     optim: Optimizer
     optimizer_class: type[Optimizer]
-    _ready = False
+    _ready = _knows_ddps = False
     _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
 
     def __init__(
@@ -216,7 +216,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                     "step(closure) of a sharded optimizer inside Horovod's DistributedOptimizer would update by "
                     "gradients that are not averaged: call the closure, then step() without it"
                 )
-            _require_same_ranks(self, self._job)
+            self._require_averaging_ranks()
             self._require_known_parameters()
             with torch.enable_grad():
                 loss = None if closure is None else closure()  # which may change the groups' options
@@ -461,6 +461,29 @@ class ZeroRedundancyOptimizer(Optimizer):
             groups.append({**{k: v for k, v in group.items() if k not in _NO_OPTIONS}, "params": owned})
         return groups
 
+    def _require_averaging_ranks(self) -> None:
+        """Refuse to shard over ranks whose gradients are not averaged together; a wrapper names its ranks."""
+        averaged, ours = getattr(self, "process_set", None), self._job.members
+        if not isinstance(self._job, DistributedJob):
+            if averaged is not None and getattr(averaged, "process_set_id", None) != getattr(
+                ours, "process_set_id", None
+            ):
+                raise ConfigError(
+                    f"gradients are averaged over {averaged}, but the optimizer is sharded over {ours}; give both the "
+                    "same process set"
+                )
+            return
+        groups = [averaged] if "process_set" in vars(self) else []
+        if not groups and not self._knows_ddps:
+            groups, self._knows_ddps = [ddp.process_group for ddp in ddp_over(self._all())], True
+        theirs = [DistributedJob(group).ranks() for group in groups]
+        if theirs and not any({*self._job.ranks()} <= {*ranks} for ranks in theirs):
+            raise ConfigError(
+                f"gradients are averaged over the ranks {theirs[0]}, but the optimizer is sharded over "
+                f"{self._job.ranks()}, which would share updates by different gradients; give both the same process "
+                "group"
+            )
+
     def _ids(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]
 
@@ -496,17 +519,6 @@ def _job_among(*names: Any) -> TorchJob:
             "horovod.torch.ProcessSet, or None for all ranks"
         )
     return job_of(given[0])
-
-
-def _require_same_ranks(optimizer: Optimizer, job: TorchJob) -> None:
-    """Refuse to shard over other ranks than those that average; Horovod's optimizer names its process set."""
-    averaged = getattr(optimizer, "process_set", None)
-    theirs, ours = (getattr(ranks, "process_set_id", None) for ranks in (averaged, job.members))
-    if averaged is not None and theirs != ours:
-        raise ConfigError(
-            f"gradients are averaged over {averaged}, but the optimizer is sharded over {job.members}; give both the "
-            "same process set"
-        )
 
 
 def _momentum_is_adopted(optimizer: Any) -> bool:

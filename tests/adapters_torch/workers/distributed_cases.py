@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import sys
+import time
 import warnings
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from adapters_torch.torchrun_tools import (
@@ -25,12 +28,13 @@ from adapters_torch.torchrun_tools import (
     switching,
     train,
 )
-from adapters_torch.workers.tensors import WRONG
+from adapters_torch.workers.tensors import WRONG, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, close_later, run_cases
 
 import dgc.torch as dgc
+from dgc.torch.distributed import DistributedTransport
 
 
 def wrap(model, optimizer=None, passes=1, group=None, **options):
@@ -171,6 +175,49 @@ def groups_of_ranks():
     train(optimizer, model, 3)  # each rank by itself: rank 0 is alone in the group, rank 1 outside
     assert compression.engine is None
     assert len(set(gathered(digest(model)))) == 2
+
+
+@case
+def a_sharded_optimizer_is_refused_where_others_average_its_gradients():
+    both, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+
+    def sharded(model, over=None):
+        return dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, group=over)
+
+    def by_dgc(model, zero, group):
+        wrap(model, zero, group=group)
+        return model
+
+    def dense_by_dgc(model, zero, group):
+        dgc.DistributedOptimizer(zero, model.named_parameters(), group=group)
+        return model
+
+    def by_ddp(model, zero, group):
+        return DistributedDataParallel(model, process_group=group)
+
+    for average in (by_dgc, dense_by_dgc, by_ddp):
+        for over, group, right in ((None, alone, False), (None, both, True), (alone, None, True)):
+            model = make_model()
+            zero = sharded(model, over)
+            trained = average(model, zero, group)
+            loss_of(trained, 0).backward()
+            if right:
+                zero.step()
+                assert_identical(model)
+            else:
+                on_every_rank(dgc.ConfigError, "give both the same process group", zero.step)
+
+
+@case
+def a_rank_waits_as_long_as_the_process_group_says():
+    pair = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    transport = DistributedTransport(pair)
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        raises(dgc.TransportError, "failed", lambda: transport.allreduce(np.ones(1, np.float32)))
+        assert time.monotonic() - start < 60
+    dist.barrier()
+    transport.close()
 
 
 @case
