@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 UNNAMED = "allreduce.noname"
 """How Horovod begins the names of parameters that were given none."""
 
-_TIMEOUT = datetime.timedelta(seconds=600)
-"""Longest wait for another rank in a collective."""
-
 _EXIT_PATIENCE = 5.0
 """Seconds that a process which ends waits for a collective under way."""
 
@@ -226,7 +223,7 @@ class DistributedTransport(LibraryTransport):
         # Ranks may differ in it, and after a group was destroyed it comes again; both would hang.
         name, store = f"dgc/{dist.get_process_group_ranks(group)}", dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
-        self._group = _Group(dist.ProcessGroupGloo(store, rank, size, _TIMEOUT))
+        self._group = _Group(dist.ProcessGroupGloo(store, rank, size, _timeout_of(group)))
         weakref.finalize(self, self._group.end, _EXIT_PATIENCE, at_exit=True)
         super().__init__(rank, size)
 
@@ -269,6 +266,14 @@ class DistributedTransport(LibraryTransport):
         """End the group of its own; the others go on."""
         super().close()
         self._group.end(0.0)
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
+    """Return how long a collective of ``group`` waits for another rank, as given to ``init_process_group()``."""
+    group = group or dist.distributed_c10d._get_default_group()
+    backends = [group._get_backend(device) for device in group._device_types]
+    known = [backend.options._timeout for backend in backends if hasattr(getattr(backend, "options", None), "_timeout")]
+    return known[0] if known else dist.default_pg_timeout
 
 
 class _Group:

@@ -228,13 +228,18 @@ def _end_step_after_errors(optimizer: torch.optim.Optimizer) -> None:
         try:
             return function(this, *args, **kwargs)
         except BaseException:
-            for each in list(_front_ends):
-                if this is each.owner:
-                    each.after_step(this)
+            end_failed_step(this)
             raise
 
     vars(stepping).update(vars(getattr(step, "__func__", step)), ends_after_errors=True)
     vars(optimizer)["step"] = types.MethodType(stepping, weakref.proxy(optimizer))
+
+
+def end_failed_step(optimizer: torch.optim.Optimizer | None) -> None:
+    """Show the user's options again after a step that raised."""
+    for each in list(_front_ends):
+        if optimizer is not None and optimizer is each.owner:
+            each.after_step(optimizer)
 
 
 def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], rebuild: str = _REBUILD) -> None:

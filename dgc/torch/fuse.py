@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.errors import ConfigError
+from dgc.torch.front_end import end_failed_step
 from dgc.torch.untraced import untraced
 
 __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
@@ -142,7 +143,12 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
         _synchronize(optimizer)
     arguments = () if closure is None else (closure,)
     # Not optimizer.step: that may be fuse_step itself, set by the user.
-    return (_hooked_update if fused.elementwise else type(optimizer).step)(optimizer, *arguments)
+    step = _hooked_update if fused.elementwise else type(optimizer).step
+    try:
+        return step(optimizer, *arguments)
+    except BaseException:
+        end_failed_step(optimizer)
+        raise
 
 
 def _update_fused(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -177,35 +177,36 @@ def groups_of_ranks():
     assert len(set(gathered(digest(model)))) == 2
 
 
-@case
-def a_sharded_optimizer_is_refused_where_others_average_its_gradients():
+def by_dgc(model, optimizer, group):
+    wrap(model, optimizer, group=group)
+    return model
+
+
+def by_dgc_without_compression(model, optimizer, group):
+    dgc.DistributedOptimizer(optimizer, model.named_parameters(), group=group)
+    return model
+
+
+def by_ddp(model, optimizer, group):
+    return DistributedDataParallel(model, process_group=group)
+
+
+AVERAGES = {"dgc": by_dgc, "dense": by_dgc_without_compression, "ddp": by_ddp}
+
+
+@case(average=AVERAGES)
+def a_sharded_optimizer_is_refused_where_others_average_its_gradients(average):
     both, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
-
-    def sharded(model, over=None):
-        return dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, group=over)
-
-    def by_dgc(model, zero, group):
-        wrap(model, zero, group=group)
-        return model
-
-    def dense_by_dgc(model, zero, group):
-        dgc.DistributedOptimizer(zero, model.named_parameters(), group=group)
-        return model
-
-    def by_ddp(model, zero, group):
-        return DistributedDataParallel(model, process_group=group)
-
-    for average in (by_dgc, dense_by_dgc, by_ddp):
-        for over, group, right in ((None, alone, False), (None, both, True), (alone, None, True)):
-            model = make_model()
-            zero = sharded(model, over)
-            trained = average(model, zero, group)
-            loss_of(trained, 0).backward()
-            if right:
-                zero.step()
-                assert_identical(model)
-            else:
-                on_every_rank(dgc.ConfigError, "give both the same process group", zero.step)
+    for over, group, right in ((None, alone, False), (None, both, True), (alone, None, True)):
+        model = make_model()
+        zero = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, group=over)
+        trained = AVERAGES[average](model, zero, group)
+        loss_of(trained, 0).backward()
+        if right:
+            zero.step()
+            assert_identical(model)
+        else:
+            on_every_rank(dgc.ConfigError, "give both the same process group", zero.step)
 
 
 @case

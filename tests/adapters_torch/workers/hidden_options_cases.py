@@ -11,6 +11,7 @@ from worker_tools import case, close_later, run_cases
 import dgc.torch as dgc
 
 FRONTS = {"dgc": "dgc's optimizer", "hook": "DDP's hook"}
+METHODS = {"step": "the optimizer's", "fuse_step": "dgc's"}
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
@@ -61,9 +62,11 @@ def the_closure_of_a_step_sees_the_users_own(front, name):
     assert seen == [run.own] * 2
 
 
-@case(front=FRONTS, name=OPTIMIZERS)
-def after_an_exception_in_step_they_are_the_users_own_and_training_goes_on(front, name):
+@case(front=FRONTS, name=OPTIMIZERS, method=METHODS)
+def after_an_exception_in_step_they_are_the_users_own_and_training_goes_on(front, name, method):
     run = Run(front, name)
+    if method == "fuse_step":
+        run.optimizer.step = dgc.fuse_optimizer(run.optimizer).fuse_step
     for register in (run.optimizer.register_step_pre_hook, run.optimizer.register_step_post_hook):
         run.fail_in_step(register)
         assert run.options() == run.own
