@@ -92,40 +92,40 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
 
-        ``u <- m*u + G; v <- v + u``; of each tensor the k = n * density entries of largest ``|v|`` are sent, and set to
-        0 in u and v (momentum correction and momentum factor masking).
+        ``u <- m*u + G; v <- v + u`` (momentum correction). Of each tensor, the k = n * density entries with the largest
+        ``|v|`` are sent, and set to 0 in v and u (momentum factor masking).
 
         Args:
             parameters: the tensors to compress, for Horovod's own wrappers: ``model.named_parameters()`` in PyTorch,
                 ``model.trainable_variables`` of a built model in TensorFlow.
             optimizer: whose tensors are compressed, and whose momentum is taken over.
-            sparsity: The share of entries that are held back in a step; a list is walked through during the ramp-up.
-            steps: The number of steps of the whole training, which chooses the sparsity for it.
-            rampup_begin_step: The first step that is compressed; gradients of the steps before it are averaged as they
-                are.
-            rampup_step: The number of steps in which the list of sparsities is walked through.
-            momentum: The momentum that is corrected; None takes over the optimizer's momentum or Adam's beta1, 0 leaves
-                it there.
-            nesterov: Whether that momentum is Nesterov's; None takes it over from the optimizer.
-            weight_decay: This number times the parameter is added to its gradient; None takes the optimizer's over.
-            momentum_masking: Set the momentum of an entry to 0 when the entry is sent; None: yes, but not with
-                ``steps`` and an SGD.
+            sparsity: The share of entries that are held back in a step. A list gives one share after the other during
+                the ramp-up.
+            steps: The number of optimizer steps in the training; dgc chooses the sparsity for it.
+            rampup_begin_step: The first step that is compressed; gradients of earlier steps are averaged uncompressed.
+            rampup_step: The number of steps over which a list of sparsities is spread.
+            momentum: The momentum that the compressor applies; None takes the optimizer's momentum or Adam's beta1
+                over, 0 leaves it there.
+            nesterov: Whether it is Nesterov momentum; None takes this over from the optimizer.
+            weight_decay: This number times the parameter is added to its gradient; None takes the optimizer's weight
+                decay over.
+            momentum_masking: Set the momentum of an entry to 0 when the entry is sent; None: yes, except with ``steps``
+                and an SGD.
             local_grad_clip_norm: Scale each rank's gradient to an L2 norm of at most this number times the square root
                 of the number of ranks.
-            clip_scope: What has one norm: each compressed tensor, or all gradients together, also before
-                ``rampup_begin_step``.
-            min_numel: Tensors of fewer elements are not compressed; they are sent as ``small`` says.
-            include: Name patterns, as of ``fnmatch``, of tensors that are compressed although they are 1-D or small.
-            exclude: Name patterns of tensors that are never compressed, and sent as float32.
-            indices: How the positions of sent entries are coded.
-            values: How the values of sent entries are coded.
-            small: How tensors that are 1-D or small are coded; "float32" sends them as they are.
-            bucket_bytes: Bytes of float32 gradient that are sent together in one message.
-            op: Average, or Sum: Horovod's constant, or the name "average" or "sum".
-            sparse_updates: Update only the received entries of the parameters where the optimizer is a plain SGD;
-                False: all of them.
-            hierarchical: The ranks of a node add up their gradients and send as one; "auto": where that saves traffic.
-                A number: groups of this many neighbouring ranks do.
+            clip_scope: Which norm is limited: "tensor": that of each compressed tensor; "global": that of all gradients
+                together, also before ``rampup_begin_step``.
+            min_numel: Tensors with fewer elements are not compressed; they are sent in the form that ``small`` names.
+            include: Name patterns (of ``fnmatch``) of tensors that are compressed even if they are 1-D or small.
+            exclude: Name patterns of tensors that are never compressed but sent as float32.
+            indices: The codec for the positions of sent entries.
+            values: The codec for the values of sent entries.
+            small: The codec for tensors that are 1-D or small; "float32" sends them exactly.
+            bucket_bytes: Bytes of float32 gradients that are sent together in one message.
+            op: Average or sum: Horovod's constant, or the name "average" or "sum".
+            sparse_updates: With a plain SGD, update only the parameters' received entries; False: update all entries.
+            hierarchical: The ranks of a node add up their gradients and send as one rank. "auto": if that saves
+                traffic. A number: in groups of this many neighbouring ranks.
             transport: What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or
                 torch.distributed.
             loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.
@@ -156,29 +156,30 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Send the entries above a threshold; the others wait in the residual.
 
-        ``x = g + e``; ``x_i`` is sent where ``|x_i| > t``. The threshold t holds back the share R of the entries.
+        ``x = g + e``; ``x_i`` is sent if ``|x_i| > t``. The threshold t is such that the share R of the entries waits.
 
-        Departures: with ``threshold="tensor"``, the default here, the k largest entries are chosen exactly instead of
-        by a sampled quantile, so that messages have a fixed size; the paper prefers one threshold for the whole model.
-        With ``threshold="global"``, t is the R-quantile of about 100 000 entries of all buckets in the step before (in
-        the first step, of the bucket's own entries), because a bucket is sent before the gradients of the others are
-        there. A message then has room for ``headroom`` times the entries of an even share; the largest go first, and
-        the rest waits.
+        Departures: with ``threshold="tensor"``, the default here, exactly the k largest entries of each tensor are
+        sent, so that messages have a fixed size; the paper prefers one threshold for the model, from a sampled
+        quantile. With ``threshold="global"``, t is the R-quantile of about 100 000 entries of all buckets in the
+        previous step (in the first step, of the bucket's own entries), because a bucket is sent before the gradients of
+        other buckets are ready. A message then has room for ``headroom`` times the bucket's even share of entries; the
+        largest entries are sent first, and the rest waits.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             threshold: "tensor": the k largest entries of each tensor; "global": one threshold for all tensors.
-            headroom: With a global threshold, room in a bucket's message for this many times the entries of an even
-                share.
-            sparsity: The share of entries that are held back in a step; a list is walked through during the ramp-up.
-            rampup_step: The number of steps in which the list of sparsities is walked through.
-            indices: How the positions of sent entries are coded.
-            values: How the values of sent entries are coded.
+            headroom: With a global threshold, a bucket's message has room for this many times the bucket's even share
+                of entries.
+            sparsity: The share of entries that are held back in a step. A list gives one share after the other during
+                the ramp-up.
+            rampup_step: The number of steps over which a list of sparsities is spread.
+            indices: The codec for the positions of sent entries.
+            values: The codec for the values of sent entries.
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
 
-        Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample is Marian's.
+        Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample comes from Marian.
         """
         raise NotImplementedError
 
@@ -192,20 +193,20 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         max_density: float = 0.01,
         **options: Unpack[EntryOptions],
     ) -> Compressor:
-        """Send entries beyond a fixed threshold as the threshold, with error feedback.
+        """Send +τ or -τ for entries beyond a fixed threshold τ, with error feedback.
 
-        ``e <- e + g``; where ``e_i > τ``, +τ is sent and ``e_i <- e_i - τ``; where ``e_i < -τ``, -τ is sent and
+        ``e <- e + g``. If ``e_i > τ``, +τ is sent and ``e_i <- e_i - τ``; if ``e_i < -τ``, -τ is sent and
         ``e_i <- e_i + τ``. So an entry sends at most τ in a step, however large its residual is. An entry takes one
         32-bit word: ``index << 1 | positive``.
 
-        Departures: a message has room for ``max_density`` of the elements, so that no sizes are exchanged; if more
-        entries are beyond τ, the largest go first. The optional entropy code of the gaps is left out.
+        Departures: a message has room for ``max_density`` of the elements, so that ranks need not exchange sizes; if
+        more entries are beyond τ, the largest are sent first. The paper's optional entropy code is left out.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            threshold: The τ of the paper, in units of the gradient; there is no value that suits all models.
-            max_density: Room in a message, as a share of the elements; entries beyond it wait.
+            threshold: The τ of the paper, in units of the gradient. No value suits all models.
+            max_density: A message has room for this share of the elements; further entries wait.
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
 
@@ -223,20 +224,21 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         rampup_step: int = 1,
         **options: Unpack[EntryOptions],
     ) -> Compressor:
-        """Send a fixed share of the positive and of the negative entries, each as its mean, with error feedback.
+        """Send a fixed share of the positive and of the negative entries, as the mean of each, with error feedback.
 
-        ``x = g + e``. The n+ρ largest of the n+ positive entries are sent and become their mean μ+; the n-ρ smallest of
-        the n- negative entries become μ- (at least one of a sign that occurs). ``e = x - μ±`` where sent, x elsewhere.
-        An entry takes one 32-bit word, ``index << 1 | positive``, a tensor two floats. ρ = 1 - ``sparsity``; its
+        ``x = g + e``. Of the n+ positive entries the ρ n+ largest are sent as their mean μ+, and of the n- negative
+        entries the ρ n- smallest as their mean μ-; at least one of each sign. ``e = x - μ±`` for sent entries, else x.
+        An entry takes one 32-bit word, ``index << 1 | positive``; a tensor takes two floats. ρ = 1 - ``sparsity``; its
         default is LBANN's 1/64.
 
-        Departures: proportions and means are exact instead of sampled, and of a tensor instead of a matrix column.
+        Departures: shares and means are exact instead of sampled, and belong to a tensor instead of a matrix column.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            sparsity: The share of entries that are held back in a step; a list is walked through during the ramp-up.
-            rampup_step: The number of steps in which the list of sparsities is walked through.
+            sparsity: The share of entries that are held back in a step. A list gives one share after the other during
+                the ramp-up.
+            rampup_step: The number of steps over which a list of sparsities is spread.
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
 
@@ -258,23 +260,25 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Adaptive residual compression: a soft threshold in each bin, signs with one scale per tensor.
 
-        ``G = e + dW``; ``H = G + dW``. In each bin of L_T elements the entries with ``|H_i| >= max|G|`` of the bin are
-        sent as ``s * sign(G_i)``, where s is the mean over the bins of ``max|G|``; ``e = G - s * sign(G)`` where sent,
-        G elsewhere. An entry takes 8 bits (6 for the index in its bin, the sign, the end of the bin) for L_T < 64, else
-        16 (14 for the index). An empty bin takes one unit, unless all bins after it are empty too.
+        ``G = e + dW``; ``H = G + dW``. In each bin of L_T elements, entries with ``|H_i| >= max|G|`` of the bin are
+        sent as ``s * sign(G_i)``, where s is the mean of ``max|G|`` over the bins. ``e = G - s * sign(G)`` for sent
+        entries, else G. If L_T < 64, an entry takes 8 bits: 6 for the index in its bin, one for the sign, and one that
+        ends the bin. Otherwise it takes 16 bits, 14 for the index. An empty bin takes one such unit, unless all later
+        bins are empty too.
 
         Departures: a message has room for ``entries_per_bin`` entries per bin on average (5, which gives the paper's
-        rates of 40 for convolutions and 200 for matrices). If that does not suffice, whole bins wait; each step begins
-        at another bin. The paper's two bits of value hold a ternary number; here one of them ends the bin.
+        rates of 40 for convolutions and 200 for matrices). If that does not suffice, some bins wait; each step begins
+        at another bin. The paper uses two bits for a ternary value; here one of them ends the bin.
 
         The method is claimed in the patent US 11,295,208.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            conv_bin: Elements in a bin, L_T, of a tensor with more than two dimensions; up to 63 an entry takes 8 bits.
+            conv_bin: L_T, the elements in a bin of a tensor with more than two dimensions. Up to 63, an entry takes 8
+                bits.
             fc_bin: The same for a matrix.
-            entries_per_bin: Room in a message: this many entries per bin on average; entries that find no room wait.
+            entries_per_bin: A message has room for this many entries per bin on average; further entries wait.
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
 
@@ -292,11 +296,11 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         means: Literal["column", "row", "tensor"] = "column",
         **options: Unpack[FeedbackOptions],
     ) -> Compressor:
-        """Send one bit per entry, its sign; entries of one sign become their mean, with error feedback.
+        """Send only the sign of each entry, and the mean of each sign, with error feedback.
 
         ``x = g + e``; bit = (x >= 0). In each column the entries of either sign become their mean (0 if there are
-        none), and ``e = x - mean``. A tensor takes n bits and two floats per column. One of more than two dimensions
-        counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
+        none), and ``e = x - mean``. A tensor takes n bits and two floats per column. A tensor with more than two
+        dimensions counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
         ``means="row"`` costs less there.
 
         Departure: the paper's ranks quantise the sum a second time, with another residual. Here every rank receives
@@ -305,8 +309,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            means: What shares a pair of means: a "column" of the matrix (first dimension x all others), a "row" of it,
-                or the whole "tensor".
+            means: The entries that share a pair of means: those of a "column" or "row" of the matrix (first dimension x
+                all others), or of the "tensor".
             **options: those of :class:`FeedbackOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum``
                 is 0.0.
 
@@ -329,19 +333,19 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Quantised SGD: round each entry at random to one of a few levels, without bias and without error feedback.
 
-        In each bucket of d elements ``Q(x_i) = norm * sign(x_i) * ξ_i``: with ``a = |x_i| * s / norm``, ξ is
-        ``(floor(a) + 1) / s`` with probability ``a - floor(a)``, else ``floor(a) / s``. Its variance is at most
-        ``min(d / s², sqrt(d) / s) * norm²`` for the L2 norm. An element takes ceil(log2(2s + 1)) bits, a bucket one
-        float.
+        In each bucket of d elements ``Q(x_i) = norm * sign(x_i) * ξ_i``. With ``a = |x_i| * s / norm``, ξ is
+        ``(floor(a) + 1) / s`` with probability ``a - floor(a)``, else ``floor(a) / s``. For the L2 norm its variance is
+        at most ``min(d / s², sqrt(d) / s) * norm²``. An element takes ceil(log2(2s + 1)) bits, a bucket one float.
 
-        Departure: codes of a fixed length instead of the paper's Elias codes, so that no sizes are exchanged.
+        Departure: codes have a fixed length, unlike the paper's Elias codes, so that ranks need not exchange sizes.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             bits: 2, 4 or 8: s = 1, 7 or 127 levels of either sign.
             bucket_size: Elements that share a norm (the paper's bucket).
-            norm: "l2" as in the paper's analysis, or "max" as in its experiments: less variance, fewer zeros.
+            norm: "l2" as in the paper's analysis, or "max" as in its experiments, which gives less variance and fewer
+                zeros.
             seed: Seed of the random numbers, which also depend on rank, step and tensor.
             **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
@@ -361,17 +365,18 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Ternary gradients: -1, 0 or 1 times one scale per tensor, at random, without error feedback.
 
-        Each tensor is cut at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. Then ``s = max|g|`` of all ranks
-        ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b`` with b = 1 with
-        probability ``|g| / s``: no bias towards the cut gradient. A byte holds five entries, 1.6 bits each; a tensor
-        takes one float.
+        Each tensor is clipped at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. Then ``s = max|g|`` of all
+        ranks ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b``, where b is 1
+        with the probability ``|g| / s``. So q equals the clipped gradient on average. A byte holds five entries, 1.6
+        bits each; a tensor takes one float.
 
-        Departures: a byte holds five entries instead of four. ``exclude`` says which layers are left out.
+        Departures: a byte holds five entries instead of four. The option ``exclude`` names the layers that are left
+        out.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            clip_factor: Entries are cut at this many standard deviations of their tensor; None: not at all.
+            clip_factor: Entries are clipped at this many standard deviations of their tensor; None: not at all.
             seed: Seed of the random numbers, which also depend on rank, step and tensor.
             **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
@@ -396,13 +401,13 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         ``M / (2^k - 1)``: zero is not a level and becomes one of its two neighbours. An element takes k bits, a tensor
         one float.
 
-        Departure: the paper quantises the gradients of activations, with an M for each image. Here the gradients of the
-        weights are quantised, with one M per tensor.
+        Departure: the paper quantises the gradients of activations, with one M per image. Here the gradients of weights
+        are quantised, with one M per tensor.
 
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            bits: k, 1 to 8. The paper finds that fewer than 4 hurt.
+            bits: k, 1 to 8. In the paper, fewer than 4 bits hurt accuracy.
             seed: Seed of the random numbers, which also depend on rank, step and tensor.
             **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 

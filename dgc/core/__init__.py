@@ -1,1 +1,1 @@
-"""The mathematics of gradient compression: arrays in, messages out. Knows no framework, no MPI, no Horovod."""
+"""The mathematics of gradient compression: it turns arrays into messages. It knows no framework, MPI or Horovod."""

@@ -1,4 +1,4 @@
-"""Checks of arguments: each refuses a wrong value with a :class:`~dgc.errors.ConfigError` that says what is allowed."""
+"""Checks of arguments. Each raises a :class:`~dgc.errors.ConfigError` that says which values are allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_SHOWN = 80  # characters of a value in an error
 
 
 def plain(value: object) -> Any:
-    """Return a NumPy scalar as Python's own number, also inside a list or tuple; anything else as it is."""
+    """Turn NumPy scalars into Python's numbers, also inside a list or tuple; return other values unchanged."""
     if isinstance(value, (list, tuple)):
         return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
     return value.item() if isinstance(value, (np.number, np.bool_)) else value
@@ -28,7 +28,7 @@ def brief(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float; True and False are not."""
+    """Return whether a value is an int or a float, but not True or False."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -42,7 +42,7 @@ def require_number(
     high_open: bool = False,
     optional: bool = False,
 ) -> None:
-    """Require a finite number from ``low`` to ``high``; an end that is open is excluded."""
+    """Require a finite number from ``low`` to ``high``. With ``low_open`` or ``high_open`` that end is not allowed."""
     if value is None and optional:
         return
     fits = is_number(value) and low <= value <= min(high, sys.float_info.max)
@@ -81,7 +81,7 @@ def as_sparsities(value: object) -> tuple[float, ...]:
     for s in values:
         if not is_number(s) or not 0.0 <= s < 1.0:
             raise ConfigError(
-                f"sparsity contains {s!r}; each must be in [0, 1): 0.999 holds back 99.9 % and sends 0.1 % of it"
+                f"sparsity contains {s!r}; each must be in [0, 1): 0.999 holds back 99.9 % and sends 0.1 %"
             )
     return tuple(float(s) for s in values)
 
@@ -98,8 +98,8 @@ def as_loss_scale(value: object, scaler: str = "loss scaler") -> float | Callabl
     """Return the option ``loss_scale``: a number > 0, or a function that returns one.
 
     Args:
-        value: what the user gave.
-        scaler: what the framework allows besides, for the error.
+        value: the user's value.
+        scaler: the framework's class that is allowed, too, for the error.
     """
     if callable(value):
         scale: Callable[[], float] = value
@@ -110,13 +110,13 @@ def as_loss_scale(value: object, scaler: str = "loss scaler") -> float | Callabl
 
 
 def require_compressor(value: object) -> None:
-    """Require what Horovod calls a compressor: anything with ``compress`` and ``decompress``, or None."""
+    """Require a compressor in Horovod's sense, an object with ``compress`` and ``decompress``, or None."""
     if value is not None and not (hasattr(value, "compress") and hasattr(value, "decompress")):
         raise no_compressor(value)
 
 
 def no_compressor(value: object) -> ConfigError:
-    """Return the error about a value in a compressor's place, such as a constructor that was not called."""
+    """Make the error about a value that is no compressor, such as a constructor that was not called."""
     name = value if isinstance(value, str) else getattr(value, "__name__", "dgc")
     name = name if str(name).isidentifier() and not isinstance(value, type) else "dgc"
     return ConfigError(
@@ -128,15 +128,15 @@ def no_compressor(value: object) -> ConfigError:
 def require_unused(
     what: str, name: object, number: object, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
 ) -> None:
-    """Require a name for options and a number for headers that nothing else has.
+    """Require that a new codec or compressor has a valid name and number that no other one has.
 
     Args:
         what: "codec" or "compressor", for the error.
-        name: a Python name.
-        number: one of ``numbers``.
-        numbers: what is allowed.
+        name: its name in options.
+        number: its number in headers.
+        numbers: the numbers that are allowed.
         reserved: names that are not allowed.
-        taken: name -> number of those that exist.
+        taken: the names and numbers that exist already.
     """
     if not isinstance(name, str) or not name.isidentifier() or name in reserved:
         raise ConfigError(f"a {what} cannot be named {name!r}; give it a Python name of its own")

@@ -1,10 +1,11 @@
 """Turn the entries of a message into bytes and back: codecs of positions, codecs of values, and their combinations.
 
-``docs/wire-format.md`` is the specification. The codecs' numbers are part of it: never reuse or change one. The length
-of every block is a multiple of 8 bytes, so that each block of a message begins on an 8-byte boundary.
+``docs/wire-format.md`` is the specification. It contains the codecs' numbers: never reuse or change one. The length of
+every block is a multiple of 8 bytes, so that each block of a message begins on an 8-byte boundary.
 
-n = elements of the bucket's sparsified part, k = entries of one message, a group = the entries of one tensor. Groups
-keep layers of different magnitude apart. They need no bytes: positions and layout tell the receiver where they end.
+n = elements of the bucket's sparsified part, k = entries of one message, a group = the entries of one tensor. Each
+group has its own scale, because layers differ in magnitude. Groups need no bytes: the receiver computes their bounds
+from the positions and the layout.
 """
 
 from __future__ import annotations
@@ -60,16 +61,16 @@ class IndexCodec(Protocol):
     name: str  # the codec's name in the option ``indices=``
 
     def max_bytes(self, n: int, k: int) -> int:
-        """Return how many bytes any k or fewer positions take at most: a multiple of 8 that does not fall as k grows.
+        """Return the most bytes that k or fewer positions take; 0 <= k <= n < 2**31.
 
-        0 <= k <= n < 2**31.
+        The result is a multiple of 8, and does not fall as k grows.
         """
         ...
 
     def encode(self, positions: np.ndarray, n: int, out: np.ndarray) -> int:
         """Write (k,) int64 positions, strictly ascending in [0, n), at the start of ``out``.
 
-        Positions that are not ascending may be written as nonsense that ``decode`` refuses, but never outside ``out``.
+        If positions are not ascending, the codec may write bytes that ``decode`` refuses, but only inside ``out``.
 
         Args:
             positions: the positions.
@@ -85,7 +86,7 @@ class IndexCodec(Protocol):
         ...
 
     def decode(self, data: np.ndarray, n: int, count: int) -> tuple[np.ndarray, int]:
-        """Read ``count`` positions, 0..n, from the start of ``data``, (m,) uint8; ignore the bytes after them.
+        """Read ``count`` positions, 0 <= count <= n, from the start of ``data``, (m,) uint8; ignore the rest.
 
         Returns:
             (count,) int64, strictly ascending, each in [0, n); and the number of bytes read.
@@ -100,16 +101,16 @@ class IndexCodec(Protocol):
 class ValueCodec(Protocol):
     """Write k float32 as bytes, and read them back, exactly or with an error that the sender can compute.
 
-    Group i, one per tensor of the bucket, holds the entries ``bounds[i]:bounds[i + 1]``; bounds are (groups + 1,) int64
-    from 0 to k. Groups may be empty. Finite values are read back as finite values. A non-finite value makes its entry
-    non-finite, or the group that shares a scale with it; it raises no error.
+    Each tensor of the bucket has a group of entries: ``bounds[i]:bounds[i + 1]``, with bounds (groups + 1,) int64 from
+    0 to k. Groups may be empty. Finite values are read back as finite values. A value that is not finite raises no
+    error: it is read back as not finite, perhaps with all of its group.
     """
 
     id: int  # the codec's number in a header
     name: str  # the codec's name in the options ``values=`` and ``small=``
 
     def max_bytes(self, k: int, groups: int) -> int:
-        """Return how many bytes k or fewer entries in this many groups take at most; a multiple of 8."""
+        """Return the most bytes that k or fewer entries in this many groups take: a multiple of 8."""
         ...
 
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
@@ -124,10 +125,10 @@ class ValueCodec(Protocol):
         ...
 
     def decode(self, data: np.ndarray, count: int, bounds: np.ndarray) -> tuple[np.ndarray, int]:
-        """Read ``count`` values from the start of ``data``, (m,) uint8; ignore the bytes after them.
+        """Read ``count`` values from the start of ``data``, (m,) uint8; ignore the rest.
 
         Returns:
-            (count,) float32, a fresh array; and the number of bytes read.
+            (count,) float32, a new array; and the number of bytes read.
 
         Raises:
             WireError: ``data`` is too short or damaged.
@@ -161,7 +162,7 @@ def words_for(bits: int) -> int:
 
 
 def block_of(array: np.ndarray, nbytes: int, what: str, *, writes: bool = False) -> np.ndarray:
-    """Return the first ``nbytes`` of a message's rest, for the codec ``what`` to read or write."""
+    """Return the first ``nbytes`` of ``array``, for the codec ``what`` to read or write; raise if it is too short."""
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise WireError(
             f"{what}: a message is a contiguous one-dimensional uint8 array, not {array.dtype} of shape {array.shape}."
@@ -191,7 +192,7 @@ def check_positions(positions: np.ndarray, n: int, name: str) -> None:
 class Uint16Indices(IndexCodec):
     """Write 16-bit offsets in tiles of 65 536 elements, after a table of the tiles' entry counts.
 
-    An entry takes 16 bits, a tile 32: 16.5 bits per entry at 0.1 %. No codec is faster to read.
+    An entry takes 16 bits and a tile 32 bits: 16.5 bits per entry at 0.1 %. This is the codec that is read fastest.
     """
 
     id: int = IndexCodecId.UINT16
@@ -218,7 +219,7 @@ class Uint16Indices(IndexCodec):
         block = block_of(data, self.max_bytes(n, count), self.name)
         tiles, table = _tiles_of(n), block.size - padded(2 * count)
         counts = block[: 4 * tiles].view("<u4").astype(np.int64)
-        # Checked before np.repeat, which would allocate whatever a damaged table asks for.
+        # Check this before np.repeat, which would allocate as much memory as a damaged table says.
         total = int(counts.sum())
         if total != count:
             raise WireError(f"{self.name}: the tiles hold {total} entries, the header says {count}. {_DAMAGED}")
@@ -236,7 +237,7 @@ def _tiles_of(n: int) -> int:
 def elias_fano_shape(n: int, k: int) -> tuple[int, int, int]:
     """Return the width of the low bits, and the words of the low and the high part, for k entries below n.
 
-    Of the widths that make the block shortest, the smallest is chosen. The length never falls when k grows.
+    If several widths make the block shortest, the smallest is chosen. The length never falls when k grows.
 
     Source: Elias 1974, "Efficient storage and retrieval by content and address of static files"; Fano 1971.
     """
@@ -250,8 +251,8 @@ class EliasFanoIndices(IndexCodec):
     """Write positions near the entropy: 11.95 bits per entry at 0.1 % and 8.56 at 1 %; the entropy is 11.41 and 8.08.
 
     Low part: the low w bits of each position, one after the other. High part: a bit vector in which entry i with
-    high part h sets bit h + i, so that h zeros and i ones precede it. A Golomb-Rice code needs as many bits in the
-    worst case, and its entries have to be read one after the other.
+    high part h sets bit h + i, so that h zeros and i ones precede this bit. A Golomb-Rice code is not shorter in the
+    worst case, and its entries must be read one by one.
     """
 
     id: int = IndexCodecId.ELIAS_FANO
@@ -324,11 +325,12 @@ class Float32Values(ValueCodec):
 
 
 class Float16Values(ValueCodec):
-    """Write each entry in half precision, all of a message scaled by one power of two.
+    """Write each entry in half precision. All entries of a message are scaled by one power of two.
 
     Gradients are often below 6e-5, where half precision has few digits. So all values are multiplied by the power of
-    two that brings the largest one to [2^14, 2^15). The relative error is at most 2^-11 for values down to 2^-28 of the
-    largest; below that, the absolute error is at most 2^-39 of the largest. The power of two itself rounds nothing.
+    two that moves the largest one into [2^14, 2^15). The relative error is at most 2^-11 for values down to 2^-28 of
+    the largest value; for smaller values, the absolute error is at most 2^-39 of the largest value. The multiplication
+    itself is exact.
 
     A block: the exponent e as int32, 4 zero bytes, then k halves h; a value is h * 2^e.
     """
@@ -349,7 +351,7 @@ class Float16Values(ValueCodec):
         block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
         largest = float(np.uint32(loops.largest_magnitude(values)).view(np.float32))
         finite = math.isfinite(largest)
-        # NaN and infinity stay. The finite entries beside them get the largest scale.
+        # NaN and infinity stay. With them, the finite entries get the largest scale.
         exponent = (math.frexp(largest)[1] - 15 if largest else 0) if finite else self.MAX_EXPONENT
         # A half that is rounded up to 2^15 would be read as 2^128, which is infinity.
         limit = 32752.0 if finite and exponent == self.MAX_EXPONENT else math.inf
@@ -375,7 +377,7 @@ class Float16Values(ValueCodec):
 
 
 def _factors(exponent: int) -> tuple[np.float32, np.float32]:
-    """Return two normal float32 whose product is 2^exponent, -163..163. Multiplying by both rounds at most once."""
+    """Return two normal float32 whose product is 2^exponent, -163..163. A product with both is rounded at most once."""
     first = exponent if -126 <= exponent <= 127 else int(math.copysign(100, exponent))
     return np.float32(2.0**first), np.float32(2.0 ** (exponent - first))
 
@@ -404,16 +406,17 @@ class _Quantized(ValueCodec):
 
 
 class IntegerValues(_Quantized):
-    """Write q in -L..L with L = 2^(bits - 1) - 1; a value is (q / L) * its group's largest magnitude.
+    """Write each entry as an integer q in -L..L with L = 2^(bits - 1) - 1.
 
-    The error is at most 1 / 2L of the group's largest magnitude; the largest value itself is exact. The factor q / L is
-    applied first and is at most 1, so nothing overflows, and no scale that was rounded to 0 is a divisor.
+    The value is q / L times its group's largest magnitude. The error is at most 1 / 2L of this magnitude, and the
+    largest value itself is exact. q / L is computed first and is at most 1, so nothing overflows, and nothing is
+    divided by a scale that was rounded to 0.
     """
 
     scales = 1
 
     def __init__(self, bits: int) -> None:
-        """Use 8 bits for 255 levels; 3 bits for 7 levels, for small tensors: most of their elements are sent as 0."""
+        """Use 8 bits for 255 levels, or 3 bits for 7 levels, which suit small tensors: most elements become 0."""
         self.bits, self.name = bits, f"int{bits}"
         self.id: int = ValueCodecId[self.name.upper()]
 
@@ -442,14 +445,14 @@ class IntegerValues(_Quantized):
         scales, codes = self._read(block, int(bounds[-1]), starts.size)
         if not loops.add_integers(scales, codes, starts, bounds, self.bits, sums):
             lowest = -(1 << (self.bits - 1))
-            raise WireError(f"{self.name}: an entry is {lowest}, which it never writes. The message is damaged.")
+            raise WireError(f"{self.name}: an entry is {lowest}, which no sender writes. The message is damaged.")
 
 
 class Int2Values(_Quantized):
     """Write 2 bits per entry: the sign, and which of its group's two magnitudes it has.
 
     The two magnitudes are the mean of the magnitudes above the group's mean magnitude, and the mean of the others. So
-    the sum of a group's magnitudes is kept (in real numbers), and a single large entry stays as it is.
+    the sum of a group's magnitudes does not change (in real numbers), nor does a single large entry.
     """
 
     id: int = ValueCodecId.INT2
@@ -488,14 +491,14 @@ _KINDS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
-    """Add a codec, whose name the option ``indices=`` or ``values=`` then takes; call it on every rank.
+    """Add a codec, so that the option ``indices=`` or ``values=`` accepts its name. Call it on every rank.
 
     Args:
         option: "indices" for an :class:`IndexCodec`, "values" for a :class:`ValueCodec`.
-        codec: the codec; several threads call it at once.
+        codec: the codec. Several threads may call it at the same time.
 
     Raises:
-        ConfigError: another option, a missing member, or a name or number that is taken or not allowed.
+        ConfigError: ``option`` is another one, the codec lacks a member, or its name or number is used or not allowed.
     """
     if option not in _KINDS:
         raise ConfigError(f"there are no codecs for the option {option!r}; choose one of {', '.join(_KINDS)}")
@@ -516,7 +519,7 @@ class SparseCodec:
     """Write and read the selected entries of one bucket at one density, with an index codec and a value codec.
 
     Attributes:
-        max_bytes: bytes of the payload, which hold any k entries.
+        max_bytes: bytes of the payload, enough for any k entries.
     """
 
     def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
@@ -532,7 +535,7 @@ class SparseCodec:
         Args:
             positions: (k,) int64, ascending, unique, below n.
             values: (k,) float32.
-            out: (max_bytes,) uint8; bytes that are not needed become 0.
+            out: (max_bytes,) uint8; unused bytes become 0.
         """
         bounds = self._bucket.bounds(positions)
         values_at = self.indices.encode(positions, self._bucket.sparse_size, out)
@@ -550,10 +553,10 @@ class SparseCodec:
 
 
 class SmallCodec:
-    """Write and read the small dense tensors of one bucket with a value codec, each as a group.
+    """Write and read the small dense tensors of one bucket with a value codec. Each tensor is a group.
 
-    N = elements of their part of the bucket, with the padding between them, which is not sent. A block always takes
-    ``max_bytes``.
+    N = elements of these tensors' part of the bucket, with the padding between them, which is not sent. A block always
+    takes ``max_bytes``.
     """
 
     def __init__(self, bucket: Bucket, name: str) -> None:
@@ -564,11 +567,11 @@ class SmallCodec:
         self._bounds = np.cumsum([0, *(s.length for s in segments)], dtype=np.int64)
         self.max_bytes = self.values.max_bytes(int(self._bounds[-1]), len(segments))
         lengths = np.diff(self._bounds)
-        # Where each element lies.
+        # Where each element lies in the part.
         self._places = np.repeat(self._starts - self._bounds[:-1], lengths) + np.arange(self._bounds[-1])
 
     def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
-        """Write the block of (N,) float32 ``x``, finite, 0 between tensors; set ``left`` to ``x - decoded``."""
+        """Write (N,) float32 ``x``, finite and 0 between tensors, as a block; set ``left`` to ``x - decoded``."""
         left.fill(0)
         if isinstance(self.values, IntegerValues):
             self.values.write_apart(x, self._starts, self._bounds, out, left)

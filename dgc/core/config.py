@@ -1,4 +1,4 @@
-"""The options that a user chose, checked, and what follows from them in a step."""
+"""The checked options of a compressor, and the values of a step that follow from them."""
 
 from __future__ import annotations
 
@@ -23,79 +23,82 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 # The least density with which an adaptive optimizer was seen to learn well, and the density of a short training.
 ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
 
-# Entries that arrive rarely need a memory of their squares that outlasts a pause. In the beginning, while the entries
-# still grow, a long memory would make the updates too large: so this holds from 30 % of the steps on.
+# The least beta2 for sparse results. An entry arrives rarely, so its mean of squares must last through the pauses. At
+# the beginning the entries still grow, and a long memory would make updates too large: so it counts from 30 % of the
+# steps on.
 ADAPTIVE_BETA2 = 0.99
 
 # Digits of a density in a log: 1 - 0.999 is 0.0010000000000000009 in float64.
 DENSITY_DIGITS = 12
 
-# ``beta1**t`` below which u needs no bias correction any more.
+# If ``beta1**t`` is below this, u needs no bias correction any more.
 _SETTLED = 1e-9
 
-# The momentum of a step after which u is the gradient alone: step 1, and steps with a beta1 of 0. With a momentum of 0
-# the kernels leave u as it is.
+# The momentum of a step after which u must be only the gradient: step 1, and steps with a beta1 of 0. It is not 0,
+# because the kernels do not write u then.
 NO_MEMORY = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGCConfig:
-    """Everything that changes the mathematics or the bytes of an exchange; equal on all ranks.
+    """The options that determine the mathematics and the bytes of an exchange. They must be equal on all ranks.
 
-    tools/write_signatures.py shows users the comments above the fields.
+    tools/write_signatures.py copies the comments above the fields into the constructors' docstrings.
     """
 
-    # The share of entries that are held back in a step; a list is walked through during the ramp-up.
+    # The share of entries that are held back in a step. A list gives one share after the other during the ramp-up.
     sparsity: tuple[float, ...] = (0.999,)
-    # The number of steps of the whole training, which chooses the sparsity for it.
+    # The number of optimizer steps in the training; dgc chooses the sparsity for it.
     steps: int | None = None
-    # The first step that is compressed; gradients of the steps before it are averaged as they are.
+    # The first step that is compressed; gradients of earlier steps are averaged uncompressed.
     rampup_begin_step: int = 0
-    # The number of steps in which the list of sparsities is walked through.
+    # The number of steps over which a list of sparsities is spread.
     rampup_step: int = 1
-    # The momentum that is corrected; None takes over the optimizer's momentum or Adam's beta1, 0 leaves it there.
+    # The momentum that the compressor applies; None takes the optimizer's momentum or Adam's beta1 over, 0 leaves it
+    # there.
     momentum: float | None = None
-    # Whether that momentum is Nesterov's; None takes it over from the optimizer.
+    # Whether it is Nesterov momentum; None takes this over from the optimizer.
     nesterov: bool | None = None
-    # This number times the parameter is added to its gradient; None takes the optimizer's over.
+    # This number times the parameter is added to its gradient; None takes the optimizer's weight decay over.
     weight_decay: float | None = None
-    # Set the momentum of an entry to 0 when the entry is sent; None: yes, but not with ``steps`` and an SGD.
+    # Set the momentum of an entry to 0 when the entry is sent; None: yes, except with ``steps`` and an SGD.
     momentum_masking: bool | None = None
     # Scale each rank's gradient to an L2 norm of at most this number times the square root of the number of ranks.
     local_grad_clip_norm: float | None = None
-    # What has one norm: each compressed tensor, or all gradients together, also before ``rampup_begin_step``.
+    # Which norm is limited: "tensor": that of each compressed tensor; "global": that of all gradients together, also
+    # before ``rampup_begin_step``.
     clip_scope: Literal["tensor", "global"] = "tensor"
-    # Tensors of fewer elements are not compressed; they are sent as ``small`` says.
+    # Tensors with fewer elements are not compressed; they are sent in the form that ``small`` names.
     min_numel: int = 1024
-    # Name patterns, as of ``fnmatch``, of tensors that are compressed although they are 1-D or small.
+    # Name patterns (of ``fnmatch``) of tensors that are compressed even if they are 1-D or small.
     include: tuple[str, ...] = ()
-    # Name patterns of tensors that are never compressed, and sent as float32.
+    # Name patterns of tensors that are never compressed but sent as float32.
     exclude: tuple[str, ...] = ()
-    # How the positions of sent entries are coded.
+    # The codec for the positions of sent entries.
     indices: str = "elias_fano"
-    # How the values of sent entries are coded.
+    # The codec for the values of sent entries.
     values: str = "int2"
-    # How tensors that are 1-D or small are coded; "float32" sends them as they are.
+    # The codec for tensors that are 1-D or small; "float32" sends them exactly.
     small: str = "int3"
-    # Bytes of float32 gradient that are sent together in one message.
+    # Bytes of float32 gradients that are sent together in one message.
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    # Average, or Sum: Horovod's constant, or the name "average" or "sum".
+    # Average or sum: Horovod's constant, or the name "average" or "sum".
     op: str = "average"
-    # Update only the received entries of the parameters where the optimizer is a plain SGD; False: all of them.
+    # With a plain SGD, update only the parameters' received entries; False: update all entries.
     sparse_updates: bool = True
-    # The ranks of a node add up their gradients and send as one; "auto": where that saves traffic. A number: groups of
-    # this many neighbouring ranks do.
+    # The ranks of a node add up their gradients and send as one rank. "auto": if that saves traffic. A number: in
+    # groups of this many neighbouring ranks.
     hierarchical: bool | int | Literal["auto"] = False
     # Seed of the random numbers, which also depend on rank, step and tensor.
     seed: int = 0
-    # False drops what is not sent (a control experiment: accuracy collapses). No constructor shows it.
+    # False drops the entries that are not sent, for control experiments: accuracy collapses. No constructor has it.
     error_feedback: bool = True
-    # The compressor's name in the registry, and the options that it alone has.
+    # The compressor's name in the registry, and the options that only this compressor has.
     algorithm: str = "dgc"
     own: Any = None
 
     def __post_init__(self) -> None:
-        """Turn sequences into tuples; refuse what is out of range with a ConfigError that says what is allowed."""
+        """Turn sequences into tuples; raise a ConfigError about an option that is out of range."""
         set_ = object.__setattr__
         for option in dataclasses.fields(self):
             set_(self, option.name, plain(getattr(self, option.name)))
@@ -126,15 +129,15 @@ class DGCConfig:
             raise ConfigError("nesterov=True needs momentum > 0; give a momentum, or leave nesterov out")
 
     def suited(self, adaptive: bool) -> DGCConfig:
-        """Return the config for the bound optimizer: with an adaptive one, ``steps`` chooses a larger density."""
+        """Return the config for an optimizer. If it is adaptive, the option ``steps`` chooses a larger density."""
         if self.steps is None or not adaptive:
             return self
         density = min(ADAPTIVE_CEILING, max(ADAPTIVE_FLOOR, 100 / self.steps))
         return dataclasses.replace(
             self,
-            # More entries at the beginning keep the training from staying on a plateau: measured, see docs/adamw.md.
+            # With more entries at the beginning, training does not stay on a plateau: see docs/adamw.md for figures.
             sparsity=(1.0 - 3 * density, 1.0 - density),
-            rampup_step=max(1, 2 * self.steps // 5),  # each of the two holds for a fifth of the steps
+            rampup_step=max(1, 2 * self.steps // 5),  # so the first sparsity holds for a fifth of the steps
             momentum_masking=self.momentum_masking is not False,
         )
 
@@ -149,29 +152,29 @@ class DGCConfig:
 
     @property
     def is_thin(self) -> bool:
-        """Whether so few entries are sent that an adaptive optimizer learns far less; ``steps`` would send more."""
+        """Whether too few entries are sent for an adaptive optimizer; the option ``steps`` would send more."""
         return self.algorithm == "dgc" and self.steps is None and self.sparsity[-1] > 1.0 - ADAPTIVE_FLOOR
 
     def own_share(self, ranks: int) -> float:
-        """Return which part of a reduced gradient is one rank's own: 1 of an average, 1 / P of a sum.
+        """Return one rank's share of the reduced momentum: 1 for an average, 1 / P for a sum.
 
-        The u of a sparsified tensor is this rank's own share of the momentum, also while the tensor is sent dense.
+        The u of a sparsified tensor holds this share, also while the tensor is sent dense.
         """
         return 1.0 / ranks if self.op == "sum" else 1.0
 
     def describe(self) -> dict[str, Any]:
         """Return the options as plain values, in a fixed order, for the ranks to compare."""
-        # The name comes first: a difference there explains all others.
+        # The name comes first, because a difference there explains all others.
         options = {"algorithm": self.algorithm, **dataclasses.asdict(self)}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Sparsity over the steps.
+    """The sparsity of each step.
 
-    Before ``begin`` everything is dense. From then on, each sparsity of the list holds for an equal part of ``length``
-    steps, and the last one stays: ``i = int((step - begin) * len / length)``, at most ``len - 1``.
+    Before the step ``begin`` everything is dense. From then on, each sparsity of the list holds for an equal part of
+    ``length`` steps; afterwards the last one holds: ``i = int((step - begin) * len / length)``, at most ``len - 1``.
 
     Source: Paddle's ``DGCMomentumOptimizer`` (its sparsity, rampup_begin_step, rampup_step).
     """
@@ -199,13 +202,13 @@ class Schedule:
 
 
 def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
-    """Return the options, and for a training of ``steps`` steps the sparsity that suits it.
+    """Return the options, with a sparsity that suits a training of ``steps`` steps, if ``steps`` is given.
 
-    Each entry is sent about a hundred times; the density is at most 1/64 and at least 0.1 %. The sparsity has no
-    warm-up, which costs progress at the beginning. :meth:`DGCConfig.suited` says what an adaptive optimizer gets.
+    The density is chosen so that each entry is sent about a hundred times, and lies between 0.1 % and 1/64. There is no
+    ramp-up, because it costs progress at the beginning. :meth:`DGCConfig.suited` changes this for adaptive optimizers.
 
     Raises:
-        ConfigError: ``steps`` is no whole number >= 1, or the sparsity is given as well.
+        ConfigError: ``steps`` is not a whole number >= 1, or the sparsity is given as well.
     """
     if steps is None:
         return options
@@ -219,7 +222,7 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
 def entries_to_send(numel: int, density: float) -> int:
     """Return k = max(1, int(n * density)), at most n; 0 for an empty tensor.
 
-    In float64, ``1 - 0.9`` is a little below 0.1. A relative 1e-9 is added, so that k is what a reader computes.
+    In float64, ``1 - 0.9`` is a little below 0.1. So the product is raised by a relative 1e-9 before rounding down.
     """
     if numel == 0:
         return 0
@@ -227,7 +230,7 @@ def entries_to_send(numel: int, density: float) -> int:
 
 
 def is_settled(beta1: float, t: int) -> bool:
-    """Whether :func:`running_mean` no longer changes from step ``t`` on."""
+    """Return whether :func:`running_mean` returns the same values from step ``t`` on."""
     return beta1**t < _SETTLED
 
 

@@ -1,4 +1,4 @@
-"""Place parameters into buckets of segments, and compute a fingerprint of it that all ranks must share.
+"""Place parameters into buckets of segments. All ranks must have the same layout, which its fingerprint shows.
 
 Letters: n elements of a bucket's flat space, S segments.
 """
@@ -22,13 +22,13 @@ from dgc.errors import LayoutError, WireError
 # Segments start at multiples of this many elements, so that a kernel's vector loads are aligned.
 ALIGNMENT = 16
 
-# Positions within a bucket are int32, on a device and in the message; padding between tensors counts.
+# Positions within a bucket, where padding counts, are int32 on a device and in the message.
 MAX_BUCKET_ELEMENTS = 2**31 - 1
 
-# Tensors up to this many elements are handled together where that saves calls, and selected without a threshold.
+# Tensors up to this many elements are processed together if that saves calls, and selected without a threshold.
 SMALL = 4096
 
-# The types that a parameter may have, and the NumPy type of its elements. NumPy has no bfloat16: its bits are kept.
+# The types that a parameter may have, and the NumPy types of its array. NumPy has no bfloat16, so arrays hold its bits.
 FLOAT_TYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
@@ -39,7 +39,7 @@ FLOAT_TYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trainable tensor: what all ranks must agree on, without its values."""
+    """One trainable tensor without its values: the part that must be the same on all ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,10 +72,10 @@ class Bucket:
     Sparsified tensors come first in the flat space, then small ones, then the other dense ones.
 
     Attributes:
-        sparse_size: elements of the sparsified tensors, padding included.
-        small_size: elements after these, padding included, of tensors that may be sent coded: float32 tensors that are
-            dense because of their shape or size, and not because a user named them.
-        size: elements of the flat space, padding included.
+        sparse_size: elements of the sparsified tensors, with padding.
+        small_size: elements of the small tensors, with padding. These may be sent coded: they are float32, and dense
+            because of their shape or size, not because a user excluded them.
+        size: elements of the flat space, with padding.
     """
 
     index: int
@@ -107,7 +107,7 @@ class Bucket:
         return np.array([s.slice.stop for s in self.sparse], np.int64)
 
     def bounds(self, positions: np.ndarray) -> np.ndarray:
-        """See :func:`bounds_of`, for the sparsified tensors."""
+        """Call :func:`bounds_of` for the sparsified tensors."""
         return bounds_of(positions, self.sparse_offsets, self.sparse_ends)
 
 
@@ -141,7 +141,7 @@ class Layout:
         return sum(s.length for b in self.buckets for s in b.sparse)
 
     def is_sparsified(self, parameter: int) -> bool:
-        """Whether a parameter is sparsified once the ramp-up has begun."""
+        """Return whether a parameter is sparsified once the ramp-up has begun."""
         bucket, segment = self.places[parameter]
         return segment.offset < self.buckets[bucket].sparse_size
 
@@ -155,11 +155,13 @@ class Layout:
 
 
 def bounds_of(positions: np.ndarray, offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return (S + 1,) int64: where among ascending positions those of each tensor begin, and their number.
+    """Split ascending positions by tensor: return the index of each tensor's first position, then their number.
+
+    The result is (S + 1,) int64.
 
     Args:
         positions: (k,) int64, ascending.
-        offsets: (S + 1,) int64, where each tensor begins, then where the last one's room ends.
+        offsets: (S + 1,) int64, where each tensor begins, then the end of the last one with its padding.
         ends: (S,) int64, where each tensor ends; padding follows.
 
     Raises:
@@ -167,14 +169,14 @@ def bounds_of(positions: np.ndarray, offsets: np.ndarray, ends: np.ndarray) -> n
     """
     bounds = np.searchsorted(positions, offsets)
     if bounds[-1] - bounds[0] < positions.size or (np.searchsorted(positions, ends) < bounds[1:]).any():
-        raise WireError("a position lies in the padding between tensors; nothing is ever selected there")
+        raise WireError("a position lies in the padding between tensors, where no sender selects entries")
     return bounds
 
 
 def sent_dense(parameter: Parameter, config: DGCConfig) -> bool:
-    """Whether a parameter is dense in all steps.
+    """Return whether a parameter is dense in all steps.
 
-    It is if it is float64 or excluded by name; and if it is 1-D or small, unless it is included by name.
+    float64 and excluded parameters are. 1-D and small parameters are, unless a user has included them.
     """
     if parameter.numel == 0 or parameter.dtype == "float64" or _matches(parameter, config.exclude):
         return True
@@ -188,12 +190,12 @@ def _matches(parameter: Parameter, patterns: Sequence[str]) -> bool:
 
 
 def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
-    """Place parameters into buckets, in reverse registration order: the order in which gradients arrive.
+    """Place parameters into buckets, in reverse registration order: gradients arrive in this order.
 
     float64 parameters get separate buckets, which are dense and have a float64 momentum.
 
     Raises:
-        LayoutError: no parameters, two of one name, a type that is no float, or a tensor with too many elements.
+        LayoutError: there are no parameters, two have the same name, one has no float type, or one is too large.
     """
     parameters = tuple(parameters)
     _check(parameters)
@@ -205,7 +207,7 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
         dtype = "float64" if parameter.dtype == "float64" else "float32"
         members, filled, placed = open_group.get(dtype, ([], 0, 0))
         room = _padded(parameter.numel)
-        # A user's bucket_bytes counts elements; the limit of a bucket counts padding as well.
+        # The option bucket_bytes limits the elements; MAX_BUCKET_ELEMENTS also counts padding.
         if not members or filled + parameter.numel > capacity or placed + room > MAX_BUCKET_ELEMENTS:
             members, filled, placed = [], 0, 0
             groups.append((dtype, members))
@@ -247,7 +249,7 @@ def _check(parameters: tuple[Parameter, ...]) -> None:
     seen: set[str] = set()
     for p in parameters:
         if p.name in seen:
-            raise LayoutError(f"two parameters are named {p.name!r}; every parameter needs a name of its own")
+            raise LayoutError(f"two parameters are named {p.name!r}; give every parameter a different name")
         seen.add(p.name)
         if p.dtype not in FLOAT_TYPES:
             raise LayoutError(f"parameter {p.name!r} has type {p.dtype}; allowed: {', '.join(FLOAT_TYPES)}")

@@ -1,4 +1,4 @@
-"""Saved states: which ones a rank may load, and how they are made for another number of ranks."""
+"""Saved states: check which ones a rank may load, and convert them for another number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from dgc.core.layout import Layout
 from dgc.errors import LayoutError
 
-FORMAT = 1  # of the states that this version writes and reads
+FORMAT = 1  # the format of states that this version writes and reads
 
 # The state of a compressor that has exchanged nothing. Loading it forgets residuals, momentum and step.
 EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
@@ -21,12 +21,12 @@ INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
 
 
 def is_empty(state: Mapping[str, Any]) -> bool:
-    """Return whether a state is that of a compressor which had other ranks to exchange with and has not done so."""
+    """Return whether a state comes from a compressor that has not exchanged anything yet in a job of several ranks."""
     return not state or ("parameters" in state and not state["parameters"])
 
 
 def holds_nothing(state: Mapping[str, Any]) -> bool:
-    """Return whether a state holds nothing that could be lost: it is empty, or that of a single process."""
+    """Return whether a state holds no residuals and momentum: it is empty, or comes from a single process."""
     return is_empty(state) or bool(state.get("inactive"))
 
 
@@ -34,7 +34,7 @@ def holds_nothing(state: Mapping[str, Any]) -> bool:
 
 
 def require_states(state: object, resize: bool) -> list[Any]:
-    """Return the argument of ``load_state_dict`` as a list of states, of which some may be None."""
+    """Return the argument of ``load_state_dict`` as a list of states, some of which may be None."""
     if isinstance(state, Mapping):
         return [state]
     if not isinstance(state, Sequence) or isinstance(state, (str, bytes)):
@@ -49,18 +49,18 @@ def require_states(state: object, resize: bool) -> list[Any]:
         if not isinstance(each, Mapping) and (each is not None or rank == 0):
             raise LayoutError(
                 f"load_state_dict got {each if each is None else 'a ' + type(each).__name__} as the state of old rank "
-                f"{rank}; give it what state_dict() returned there"
+                f"{rank}; give it the result of state_dict() on that rank"
             )
     return list(state)
 
 
 def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes: int | None = None) -> None:
-    """Refuse a ``state_dict()`` of another rank, or of a job of another size, number of nodes or op."""
+    """Refuse a state of another rank, or of a job with another number of ranks or nodes or another op."""
     if saved.get("nodes") != nodes:
         theirs, ours = ("single ranks" if n is None else f"{n} nodes" for n in (saved.get("nodes"), nodes))
         raise LayoutError(
             f"the saved compressor state is one of {theirs}, but {ours} send in this job, with other residuals. Load "
-            "it on as many ranks and nodes with the same hierarchical=..., or go on from the model alone"
+            "it on as many ranks and nodes with the same hierarchical=..., or load only the model"
         )
     if saved.get("size") != size:
         raise LayoutError(
@@ -76,18 +76,18 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes
 
 
 def require_op(saved: Mapping[str, Any], op: str) -> None:
-    """Refuse a state that was saved under another op: u is the velocity of a mean or of a sum, P times as large."""
+    """Refuse a state that was saved with another op, because the u of a sum is P times as large as that of a mean."""
     theirs = saved.get("op")
     if theirs != op:
         raise LayoutError(
             f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job "
-            f"op={theirs} (and the learning rate that belongs to it), or load model and optimizer alone, which begins "
-            "with momentum 0"
+            f"op={theirs} (and the learning rate that belongs to it), or load only model and optimizer, and begin with "
+            "momentum 0"
         )
 
 
 def require_sound(saved: Mapping[str, Any]) -> None:
-    """Refuse a mapping that no compressor has saved, and values that would spoil the training."""
+    """Refuse a mapping that is no compressor's state, and values that are not finite."""
     if saved.get("format") != FORMAT:
         raise LayoutError(
             f"this compressor state has format {saved.get('format')!r}, this version reads {FORMAT}; "
@@ -97,10 +97,10 @@ def require_sound(saved: Mapping[str, Any]) -> None:
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
         raise LayoutError(f"the saved compressor state says step {step!r}, which is no number of steps; it is damaged")
     if not isinstance(saved.get("parameters"), Mapping):
-        raise LayoutError("the saved compressor state holds no parameters; give it what state_dict() returned")
+        raise LayoutError("the saved compressor state holds no parameters; load the result of state_dict()")
     for name, entry in saved["parameters"].items():
         if not isinstance(entry, Mapping) or "u" not in entry:
-            raise LayoutError(f"the saved compressor state holds no u of {name!r}; give it what state_dict() returned")
+            raise LayoutError(f"the saved compressor state holds no u of {name!r}; load the result of state_dict()")
         for key in {"u", "v", "error"} & set(entry):
             values = _numbers(entry[key], name, key)
             if not np.isfinite(values).all():
@@ -111,7 +111,7 @@ def require_sound(saved: Mapping[str, Any]) -> None:
                 )
         if entry.get("threshold") is not None:
             _numbers(entry["threshold"], name, "threshold")
-    for key in ("names", "kinds"):  # these and the rate are an adapter's
+    for key in ("names", "kinds"):  # adapters add these, and the rate
         value = saved.get(key, ())
         if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
             raise LayoutError(f"the saved compressor state has {key}={value!r:.80}, not a list of names; it is damaged")
@@ -124,9 +124,9 @@ def require_sound(saved: Mapping[str, Any]) -> None:
 
 
 def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[str] = ()) -> None:
-    """Refuse a sound state of other parameters than the layout's.
+    """Refuse a state whose parameters are not those of the layout.
 
-    ``optional``: names of parameters that the state may lack, or have in addition.
+    The state may lack the parameters named in ``optional``, or have them in addition.
     """
     found, sparsified = saved["parameters"], layout.sparsified()
     missing = [n for n in sparsified if n not in found and n not in optional]
@@ -150,8 +150,8 @@ def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[s
             )
         if "error" in entry and name not in small:
             raise LayoutError(
-                f"parameter {name!r} is sent exactly here, and was coded when the state was saved; what the codec had "
-                "lost would be dropped: use the same exclude"
+                f"parameter {name!r} is sent exactly here, and was coded when the state was saved; the codec's saved "
+                "error would be lost: use the same exclude"
             )
         for key in sorted(wanted | ({"error"} & set(entry))):
             if np.shape(entry[key]) != (length,):
@@ -178,7 +178,7 @@ def own_arrays(entry: dict[str, Any], is_shared: bool) -> set[str]:
     """Return the names of a parameter's arrays that differ between ranks.
 
     Args:
-        entry: of the parameter, in :meth:`dgc.core.state.State.to_dict`.
+        entry: the parameter's entry in the result of :meth:`dgc.core.state.State.to_dict`.
         is_shared: whether the ramp-up has not begun, so that u is the same on all ranks.
     """
     return set(entry) & ({"v", "error", "u"} if "v" in entry and not is_shared else {"v", "error"})
@@ -187,12 +187,12 @@ def own_arrays(entry: dict[str, Any], is_shared: bool) -> set[str]:
 def own_state(
     states: Sequence[Any], rank: int, size: int, rampup_begin_step: int, *, op: str = "average"
 ) -> dict[str, Any]:
-    """Return a rank's state, made by :func:`resized`, once the states are known to be those of one job."""
+    """Check that the states come from one job, and return a rank's state, made by :func:`resized`."""
     first, old_size = states[0], states[0].get("size")
     if first.get("nodes") is not None:
         raise LayoutError(
             f"the saved compressor states are those of {first['nodes']} nodes (hierarchical=...), which resize=True "
-            f"cannot hand to other ranks: load them on {old_size} ranks of as many nodes, or go on from the model alone"
+            f"cannot convert: load them on {old_size} ranks of as many nodes, or load only the model"
         )
     if len(states) != old_size:
         raise LayoutError(f"resize=True needs the states of all {old_size} old ranks in rank order, got {len(states)}")
@@ -202,7 +202,7 @@ def own_state(
 
 
 def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:
-    """Refuse states that were not saved together: their sum would be nonsense."""
+    """Refuse states that were not saved together, because their sum would make no sense."""
     if state is None:
         raise LayoutError(f"resize=True needs the state of old rank {rank} on this rank; pass those of all old ranks")
     if state.get("rank") != rank or state.get("size") != first["size"]:
@@ -222,7 +222,7 @@ def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     parameters = state.get("parameters")
     if not isinstance(parameters, Mapping) or not all(isinstance(e, Mapping) for e in parameters.values()):
-        raise LayoutError("a saved compressor state holds no parameters; give it what state_dict() returned")
+        raise LayoutError("a saved compressor state holds no parameters; load the result of state_dict()")
     return {n: {k: np.shape(e[k]) for k in ("u", "v", "error") if k in e} for n, e in parameters.items()}
 
 
@@ -231,17 +231,18 @@ def resized(
 ) -> dict[str, Any]:
     """Turn the states of N old ranks into this rank's state in a job of M ranks.
 
-    Residuals (those of small tensors, too) and momentum buffers of the old ranks r with ``r % M == rank`` are summed
-    and multiplied by M/N, which keeps their mean over the ranks; with ``op="sum"`` their sum is kept instead. Arrays
-    that are equal on all ranks stay as they are: everything before the ramp-up, and the momentum buffer of dense
-    tensors. With ``op="sum"`` a rank's u of a sparsified tensor is a share, so that it is multiplied by N/M.
+    Residuals (also those of small tensors) and momentum buffers of the old ranks r with ``r % M == rank`` are summed
+    and multiplied by M/N, which keeps their mean over the ranks. With ``op="sum"`` their sum is kept instead. Arrays
+    that are equal on all ranks do not change: everything before the ramp-up, and the momentum buffer of dense tensors.
+    One exception: with ``op="sum"`` the u of a sparsified tensor is a rank's share, so before the ramp-up it is
+    multiplied by N/M.
 
     Args:
-        states: (N,) results of :meth:`dgc.core.state.State.to_dict` in rank order; those that this rank does not need
+        states: (N,) results of :meth:`dgc.core.state.State.to_dict` in rank order. A state that this rank does not need
             may be None, except the first.
         rank: this rank in the new job, 0 <= rank < size.
-        size: M, ranks of the new job.
-        rampup_begin_step: first sparsified step.
+        size: M, the number of ranks in the new job.
+        rampup_begin_step: the first sparsified step.
         op: "average" or "sum".
     """
     first = states[0]

@@ -24,11 +24,11 @@ class BucketState:
     """The state of one bucket.
 
     Attributes:
-        u: (size,), where the kernels work.
-        v: (sparse_size,), where the kernels work.
-        thresholds: (S, c) float64, the memory of the selection.
-        error: (small_size,) float32 on the host: what the codec of small tensors has lost so far. The next step adds it
-            to their gradients if ``residual_pending``; all zeros otherwise.
+        u: (size,), in the kernels' memory.
+        v: (sparse_size,), in the kernels' memory.
+        thresholds: (S, c) float64, which the selection updates.
+        error: (small_size,) float32 on the host: the error of the small tensors' codec so far. If ``residual_pending``,
+            the next step adds it to their gradients; otherwise it is 0.
     """
 
     def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
@@ -51,7 +51,7 @@ class BucketState:
         return self.error[first : first + segment.length] if first >= 0 else self.error[:0]
 
     def held(self, segment: Segment) -> list[Array]:
-        """Return views of everything that is held of a tensor."""
+        """Return views of all arrays of a tensor."""
         held = [self.u[segment.slice], self.v[segment.slice], self.error_of(segment)]
         return [*held, self.thresholds_of(segment)] if segment.offset < self._bucket.sparse_size else held
 
@@ -64,7 +64,7 @@ class BucketState:
         return other
 
     def assign(self, other: BucketState) -> None:
-        """Take over the values of another state of the same sizes."""
+        """Copy the values of another state of the same sizes."""
         self._memory.copy(self.u, other.u)
         self._memory.copy(self.v, other.v)
         self.thresholds[...] = other.thresholds
@@ -72,7 +72,7 @@ class BucketState:
         self.residual_pending = other.residual_pending
 
     def clear_error(self) -> None:
-        """Forget what the codec of small tensors has lost."""
+        """Forget the error of the small tensors' codec."""
         self.error.fill(0)
         self.residual_pending = False
 
@@ -102,7 +102,7 @@ class State:
         return other
 
     def assign(self, other: State) -> None:
-        """Take over the values of another state of the same layout."""
+        """Copy the values of another state of the same layout."""
         for bucket, source in zip(self.buckets, other.buckets, strict=True):
             bucket.assign(source)
         self.step = other.step
@@ -118,7 +118,7 @@ class State:
         return state.v[segment.slice]
 
     def error(self, parameter: int) -> np.ndarray:
-        """Return a view of what a small tensor's codec has lost: (numel,), or (0,) if it is never sent coded."""
+        """Return a view of the error of a small tensor's codec: (numel,), or (0,) if the tensor is never coded."""
         state, segment = self._place(parameter)
         return state.error_of(segment)
 
@@ -143,12 +143,12 @@ class State:
         return u if share == 1.0 else u / u.dtype.type(share)
 
     def residual_norm(self) -> float:
-        """Return the L2 norm of all residuals of this rank, those of small tensors included."""
+        """Return the L2 norm of all residuals of this rank, also those of small tensors."""
         squares = sum(self._memory.sum_of_squares(b.v) for b in self.buckets)
         return float(np.sqrt(squares + sum(float(np.square(b.error, dtype=np.float64).sum()) for b in self.buckets)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy as plain containers of NumPy arrays, by parameter name (placement may change later)."""
+        """Return a copy as plain containers of NumPy arrays, by parameter name, because the layout may change."""
         parameters = {}
         for i, p in enumerate(self._layout.parameters):
             state, segment = self._place(i)
@@ -162,10 +162,10 @@ class State:
         return {"format": FORMAT, "step": self.step, "parameters": parameters}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Take over the result of :meth:`to_dict`.
+        """Load the result of :meth:`to_dict`.
 
         Raises:
-            LayoutError: another format, other parameters, other lengths, or values that are not finite; nothing is
+            LayoutError: the format, the parameters or their lengths differ, or a value is not finite. Nothing is
                 changed then.
         """
         require_sound(saved)

@@ -1,4 +1,4 @@
-"""The file of one rank's saved state."""
+"""Write and read the file of one rank's saved state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HEADER = "header"
 
 
 def save_state(path: str | os.PathLike[str], state: dict[str, Any], ready: Callable[[], None] = lambda: None) -> None:
-    """Write ``state_dict()`` of one rank, the whole file or nothing; ``ready`` is as for :func:`write_whole`.
+    """Write one rank's ``state_dict()`` into a file, completely or not at all; see :func:`write_whole` for ``ready``.
 
     Raises:
-        TransportError: it could not be written; the file that was there before stays.
+        TransportError: the file could not be written; an earlier file stays.
     """
     path = Path(path)
     arrays: dict[str, np.ndarray] = {}
@@ -37,8 +37,8 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        OSError: it cannot be read.
-        LayoutError: it is something else, damaged or cut off.
+        OSError: the file cannot be read.
+        LayoutError: it is another kind of file, damaged or cut off.
     """
     try:
         file = Path(path).open("rb")
@@ -51,32 +51,32 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
                 return loaded
         except Exception as error:  # NumPy, zipfile, zlib and json raise all kinds of errors
             raise LayoutError(
-                f"{path} is no state of a compressor, or damaged; give the file that was saved from one, or an earlier "
-                f"one ({type(error).__name__}: {error})"
+                f"{path} is no state of a compressor, or damaged; give the file that a state was saved to, or an "
+                f"earlier one ({type(error).__name__}: {error})"
             ) from error
 
 
 def write_whole(
     path: Path, draft: Path, write: Callable[[BinaryIO], None], ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Write a whole file or nothing: the file that was there before stays until the new one is complete.
+    """Write a file completely or not at all: an earlier file stays until the new one is complete.
 
     Args:
-        path: of the file; the folder is made if it is missing.
-        draft: where the file is written first; removed if that fails.
+        path: the file's path; the folder is made if it is missing.
+        draft: where the file is written first; removed after an error.
         write: writes the content.
-        ready: called when everything is written, before the file is moved to ``path``. If it raises, that does not
-            happen.
+        ready: called when everything is written, before the file is moved to ``path``. If it raises, the file is not
+            moved.
 
     Raises:
-        TransportError: it could not be written.
+        TransportError: the file could not be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())  # a network's file system may say only now that it is full
+            os.fsync(file.fileno())  # a network file system may report only now that it is full
         ready()
         os.replace(draft, path)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Find compressors by name, and turn a user's keyword options into a checked config."""
+"""Find compressors by name, and make a checked config from a user's keyword options."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _BY_NAME: dict[str, type[Algorithm]] = {}
 
 
 def register(algorithm: type[Algorithm], *, numbers: range = FREE_NUMBERS) -> type[Algorithm]:
-    """Add a compressor, which is then ``Compression.<name>``; usable as a decorator. Call it on every rank.
+    """Add a compressor as ``Compression.<name>``. It can be used as a decorator. Call it on every rank.
 
     Raises:
-        ConfigError: name or number are taken, or the number is not one of ``numbers``.
+        ConfigError: the name or the number is used already, or the number is not one of ``numbers``.
     """
     taken = {other.name: other.number for other in _BY_NAME.values()}
     name, number = algorithm.name, algorithm.number
@@ -77,10 +77,10 @@ def compressor_class(name: str) -> type[Algorithm]:
 
 
 def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str | None = None) -> DGCConfig:
-    """Return the config of a compressor from its keyword options; errors name the ``owner``.
+    """Make a compressor's config from its keyword options. Errors name the ``owner``.
 
     Raises:
-        TypeError: the compressor does not have an option; the message lists the valid ones.
+        TypeError: the compressor has no such option; the message lists the valid ones.
         ConfigError: a value is out of range, or there is no such compressor.
 
     Warns:
@@ -106,7 +106,7 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     if len(set(config.sparsity)) > 1 and "rampup_step" not in options:
         warnings.warn(
             f"the last of the sparsities, {config.sparsity[-1]}, holds from step {config.rampup_begin_step + 1} on: "
-            "give rampup_step=, the number of steps for the whole list",
+            "give rampup_step=, the number of steps over which the list is spread",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -114,6 +114,6 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
 
 
 def leaves_zeros(config: DGCConfig) -> bool:
-    """Whether most entries of a compressor's results may be exactly 0."""
+    """Return whether most entries of a compressor's results may be exactly 0."""
     row = compressor_class(config.algorithm)
     return row.sends_entries and (not row.scheduled or any(config.sparsity))

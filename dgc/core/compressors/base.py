@@ -1,7 +1,7 @@
-"""The base class of compressors: a few facts, and methods that turn a bucket into bytes and back.
+"""The base classes of compressors. A compressor states a few facts, and has methods that turn a bucket into bytes.
 
-All compressors share the rest: momentum correction, clipping, warm-up, error feedback, refused steps, transports and
-adapters. ``docs/add-a-compressor.md`` has a complete example.
+Everything else is shared by all compressors: momentum correction, clipping, ramp-up, error feedback, refused steps,
+transports and adapters. ``docs/add-a-compressor.md`` has a complete example.
 
 Letters: n elements of one tensor, N elements of a bucket's flat space (its padding is 0), P ranks.
 """
@@ -28,13 +28,13 @@ COMMON = (
     "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op "
     "sparse_updates hierarchical"
 ).split()
-# Options of those with error feedback.
+# Options of compressors with error feedback.
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a compressor that has none of its own."""
+    """The options of a compressor that has only common options."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Tensor:
 
     @property
     def slice(self) -> slice:
-        """Its range in the bucket's flat space."""
+        """The tensor's range in the bucket's flat space."""
         return slice(self.offset, self.offset + self.n)
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A bucket at one density, as all ranks know it before anything is encoded."""
+    """A bucket at one density: the facts that all ranks know before they encode."""
 
     bucket: Bucket
     tensors: tuple[Tensor, ...]
-    density: float  # share of entries to send by the schedule; 1 for compressors without one
+    density: float  # the schedule's share of entries to send; 1 for compressors without a schedule
     total: int  # elements of all buckets together
 
     @property
@@ -69,12 +69,12 @@ class BucketSpec:
 
 @dataclass
 class StepInfo:
-    """What differs from step to step and from rank to rank.
+    """The facts that differ between steps or ranks.
 
     Attributes:
-        thresholds: (S, c) float64, numbers of the compressor that a checkpoint keeps; NaN at first.
-        shared: the largest numbers that :meth:`Algorithm.prepare` returned on any rank.
-        increment: (N,) what this step added to x; only for compressors with ``needs_increment``.
+        thresholds: (S, c) float64, numbers of the compressor that a checkpoint contains; NaN at first.
+        shared: for each tensor the largest number that :meth:`Algorithm.prepare` returned on any rank.
+        increment: (N,), the values that this step added to x; only for compressors with ``needs_increment``.
     """
 
     step: int
@@ -108,20 +108,20 @@ class DenseValues:
 class Algorithm(ABC):
     """One compressor. An object serves all buckets of a model on one rank; only one thread calls it at a time.
 
-    A subclass sets the facts and implements :meth:`max_bytes`, :meth:`encode` and :meth:`decode`; or it derives from
-    :class:`PerTensor` and implements these for one tensor.
+    A subclass sets the facts and implements :meth:`max_bytes`, :meth:`encode` and :meth:`decode`. Or it derives from
+    :class:`PerTensor` and implements similar methods for one tensor.
 
     Attributes:
-        number: in the header of messages: 1 to 127 for this package, 128 to 255 for others.
-        bits: bits on the wire, in words, for the table of compressors.
+        number: its number in headers: 1 to 127 for this package, 128 to 255 for other compressors.
+        bits: a text about its bits on the wire, for the table of compressors.
         error_feedback: whether the part of x that a message leaves out stays in a residual.
-        unbiased: whether decoded values equal x on average, by random rounding; then there is the option ``seed``.
-        sends_entries: whether messages hold selected entries; then there is the option ``momentum_masking``.
-        scheduled: whether there are the options ``sparsity`` and ``rampup_step``.
-        coded: whether there are the options ``indices`` and ``values``.
+        unbiased: whether decoded values equal x on average, by random rounding. It has the option ``seed`` then.
+        sends_entries: whether messages hold selected entries. It has the option ``momentum_masking`` then.
+        scheduled: whether it has the options ``sparsity`` and ``rampup_step``.
+        coded: whether it has the options ``indices`` and ``values``.
         needs_increment: whether :meth:`encode` needs ``info.increment``.
-        shares: whether :meth:`prepare` returns numbers of which all ranks need the largest.
-        Options: a frozen dataclass of the compressor's own options.
+        shares: whether :meth:`prepare` returns numbers whose largest over the ranks :meth:`encode` needs.
+        Options: a frozen dataclass of the options that only this compressor has.
     """
 
     name: ClassVar[str]
@@ -138,7 +138,7 @@ class Algorithm(ABC):
     Options: ClassVar[Any] = NoOptions
 
     def __init__(self, config: DGCConfig) -> None:
-        """Keep all options as ``self.config``, and the compressor's own as ``self.options``."""
+        """Store all options as ``self.config``, and the compressor's own options as ``self.options``."""
         self.config = config
         self.options = config.own
 
@@ -146,7 +146,7 @@ class Algorithm(ABC):
 
     @classmethod
     def common_options(cls) -> list[str]:
-        """Return the names of the shared options that this compressor has."""
+        """Return the names of the common options that this compressor has."""
         names = list(COMMON)
         if cls.error_feedback:
             names += FEEDBACK
@@ -162,12 +162,12 @@ class Algorithm(ABC):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Return the defaults that differ from those of ``dgc``; no momentum is taken from the optimizer."""
+        """Return the defaults that differ from those of ``dgc``. No momentum is taken from the optimizer."""
         return {"momentum": 0.0, "momentum_masking": False, "sparsity": 0.0, "small": "float32"}
 
     @classmethod
     def is_plain_selection(cls, config: DGCConfig) -> bool:
-        """Whether the compressor just selects the k largest entries, which the exchange does without it."""
+        """Return whether the compressor only selects the k largest entries, so that the exchange need not call it."""
         return False
 
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:
@@ -176,11 +176,11 @@ class Algorithm(ABC):
 
     @classmethod
     def sends_all(cls, density: float) -> bool:
-        """Whether the schedule is at sparsity 0, which is dense training: values are sent as float32."""
+        """Return whether the schedule is at sparsity 0, so that all values are sent, as float32."""
         return cls.scheduled and density >= 1.0
 
     def has_room_for_all(self, spec: BucketSpec) -> bool:
-        """Whether a message holds all entries; then no momentum is stale, and none is cleared."""
+        """Return whether a message can hold all entries. Then no entry waits, and momentum is not masked."""
         return self.sends_all(spec.density)
 
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
@@ -191,12 +191,12 @@ class Algorithm(ABC):
 
     @abstractmethod
     def max_bytes(self, spec: BucketSpec) -> int:
-        """Return how many bytes a message takes at most."""
+        """Return the most bytes that a message takes."""
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
-        """Return (S,) numbers >= 0, one per tensor; :meth:`encode` is given the largest of all ranks."""
+        """Return (S,) numbers >= 0, one per tensor. :meth:`encode` gets the largest of all ranks."""
         return np.zeros(len(spec.tensors))
 
     @abstractmethod
@@ -215,13 +215,13 @@ class Algorithm(ABC):
 
     @abstractmethod
     def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues | DenseValues:
-        """Read a message, also of this rank itself; the same bytes give the same values on every rank.
+        """Read a message of any rank, also this one. The same bytes must give the same values on every rank.
 
-        A compressor always returns the same one of the two kinds.
+        A compressor always returns the same one of the two types.
 
         Args:
-            data: (m,) uint8: what :meth:`encode` wrote, then zeros.
-            count: entries in the message, from its header.
+            data: (m,) uint8: the bytes that :meth:`encode` wrote, then zeros.
+            count: the number of entries, from the message's header.
             spec: the bucket.
 
         Raises:
@@ -229,7 +229,7 @@ class Algorithm(ABC):
         """
 
     def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
-        """End a step of a bucket; all buckets have been encoded."""
+        """End a step of a bucket, after all buckets have been encoded."""
         return
 
 
@@ -238,7 +238,7 @@ class PerTensor(Algorithm):
 
     @abstractmethod
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:
-        """Return how many bytes a tensor takes at most."""
+        """Return the most bytes that a tensor takes."""
 
     @abstractmethod
     def encode_tensor(self, x: np.ndarray, out: np.ndarray, tensor: Tensor, spec: BucketSpec, info: StepInfo) -> int:
@@ -289,7 +289,7 @@ class PerTensor(Algorithm):
             at += padded(size)
         if not self.sends_entries:
             if count != sum(t.n for t in spec.tensors):
-                raise WireError(f"a message with {count} entries came where every element is sent")
+                raise WireError(f"a message has {count} entries, and this compressor sends every element")
             return DenseValues(parts)  # type: ignore[arg-type]
         return joined(parts, count, spec)
 
@@ -321,13 +321,13 @@ def take(data: np.ndarray, at: int, count: int, dtype: DTypeLike) -> np.ndarray:
 
 
 def take_scales(data: np.ndarray, at: int, count: int, *, signed: bool = False) -> np.ndarray:
-    """Return float32 numbers, which must be finite and, unless ``signed``, not negative."""
+    """Return ``count`` float32 numbers; raise unless they are finite and, without ``signed``, not negative."""
     scales = take(data, at, count, np.float32)
     if not (np.isfinite(scales) & (signed | (scales >= 0))).all():
-        raise WireError(f"a scale is no finite number{'' if signed else ' >= 0'}; the message is damaged")
+        raise WireError(f"a scale is not a finite number{'' if signed else ' >= 0'}; the message is damaged")
     return scales
 
 
 def as_scale(value: float) -> np.float32:
-    """Return a float64 >= 0 as a finite float32."""
+    """Convert a float64 >= 0 to a finite float32."""
     return np.float32(min(value, float(np.finfo(np.float32).max)))

@@ -1,4 +1,4 @@
-"""Compressors that send a code of few bits for every element: ``onebit``, ``qsgd``, ``terngrad``, ``dorefa``.
+"""Compressors that send a few bits for every element: ``onebit``, ``qsgd``, ``terngrad``, ``dorefa``.
 
 Letters: n elements of a tensor.
 """
@@ -30,7 +30,7 @@ class Coded(PerTensor):
         return 1
 
     def code_bits(self) -> int:
-        """Return the bits of a code, 1 to 8; 0 stands for five codes per byte, as a number to the base 3."""
+        """Return the number of bits in a code, 1 to 8; 0 means that a byte holds five codes of 0, 1 or 2."""
         bits: int = self.options.bits
         return bits
 
@@ -42,7 +42,7 @@ class Coded(PerTensor):
 
     @abstractmethod
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
-        """Return the (n,) float32 that scales and codes stand for."""
+        """Decode scales and codes to (n,) float32."""
 
     @override
     def tensor_bytes(self, tensor: Tensor, spec: BucketSpec) -> int:
@@ -67,7 +67,7 @@ class Coded(PerTensor):
         if bits:
             loops.packing[bits][1](block, codes)
         elif not loops.unpack_trits(block, codes):
-            raise WireError("a byte is no five ternary numbers; the message is damaged")
+            raise WireError("a byte does not hold five ternary numbers; the message is damaged")
         return self.restore(scales, codes, tensor)
 
 
@@ -75,8 +75,8 @@ class Coded(PerTensor):
 class OnebitOptions:
     """Options of ``onebit``."""
 
-    # What shares a pair of means: a "column" of the matrix (first dimension x all others), a "row" of it, or the
-    # whole "tensor".
+    # The entries that share a pair of means: those of a "column" or "row" of the matrix (first dimension x all
+    # others), or of the "tensor".
     means: Literal["column", "row", "tensor"] = "column"
 
     def __post_init__(self) -> None:
@@ -84,11 +84,11 @@ class OnebitOptions:
 
 
 class Onebit(Coded):
-    """Send one bit per entry, its sign; entries of one sign become their mean, with error feedback.
+    """Send only the sign of each entry, and the mean of each sign, with error feedback.
 
     ``x = g + e``; bit = (x >= 0). In each column the entries of either sign become their mean (0 if there are
-    none), and ``e = x - mean``. A tensor takes n bits and two floats per column. One of more than two dimensions
-    counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
+    none), and ``e = x - mean``. A tensor takes n bits and two floats per column. A tensor with more than two
+    dimensions counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
     ``means="row"`` costs less there.
 
     Departure: the paper's ranks quantise the sum a second time, with another residual. Here every rank receives
@@ -121,7 +121,7 @@ class Onebit(Coded):
         shape = self._shape(tensor)
         means, signs = np.empty((2, shape[1]), np.float32), np.empty(tensor.n, np.uint8)
         loops.split_means(np.ascontiguousarray(x).reshape(shape), means, signs)
-        np.nan_to_num(means, copy=False)  # a mean beyond float32 becomes its largest number
+        np.nan_to_num(means, copy=False)  # a mean too large for float32 becomes the largest float32
         return means, signs
 
     @override
@@ -146,7 +146,7 @@ class QsgdOptions:
     bits: Literal[2, 4, 8] = 4
     # Elements that share a norm (the paper's bucket).
     bucket_size: int = 512
-    # "l2" as in the paper's analysis, or "max" as in its experiments: less variance, fewer zeros.
+    # "l2" as in the paper's analysis, or "max" as in its experiments, which gives less variance and fewer zeros.
     norm: Literal["l2", "max"] = "l2"
 
     def __post_init__(self) -> None:
@@ -158,12 +158,11 @@ class QsgdOptions:
 class Qsgd(Coded):
     """Quantised SGD: round each entry at random to one of a few levels, without bias and without error feedback.
 
-    In each bucket of d elements ``Q(x_i) = norm * sign(x_i) * ξ_i``: with ``a = |x_i| * s / norm``, ξ is
-    ``(floor(a) + 1) / s`` with probability ``a - floor(a)``, else ``floor(a) / s``. Its variance is at most
-    ``min(d / s², sqrt(d) / s) * norm²`` for the L2 norm. An element takes ceil(log2(2s + 1)) bits, a bucket one
-    float.
+    In each bucket of d elements ``Q(x_i) = norm * sign(x_i) * ξ_i``. With ``a = |x_i| * s / norm``, ξ is
+    ``(floor(a) + 1) / s`` with probability ``a - floor(a)``, else ``floor(a) / s``. For the L2 norm its variance is
+    at most ``min(d / s², sqrt(d) / s) * norm²``. An element takes ceil(log2(2s + 1)) bits, a bucket one float.
 
-    Departure: codes of a fixed length instead of the paper's Elias codes, so that no sizes are exchanged.
+    Departure: codes have a fixed length, unlike the paper's Elias codes, so that ranks need not exchange sizes.
 
     Source: Alistarh et al. 2017, arXiv 1610.02132.
     """
@@ -191,7 +190,7 @@ class Qsgd(Coded):
     ) -> tuple[np.ndarray, np.ndarray]:
         group = self.options.bucket_size
         exact = np.empty(self.scales(tensor))
-        # Never below a group's largest magnitude, or that would be cut and not rounded.
+        # At least a group's largest magnitude, which would be cut otherwise.
         loops.norms(x, group, self.options.norm == "l2", exact)
         norms = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
         codes = np.empty(tensor.n, np.uint8)
@@ -202,11 +201,11 @@ class Qsgd(Coded):
     def restore(self, scales: np.ndarray, codes: np.ndarray, tensor: Tensor) -> np.ndarray:
         out = np.empty(codes.size, np.float32)
         if not loops.scale_signed(codes, scales, self.options.bucket_size, self._levels, out):
-            raise WireError("a level is beyond the largest; the message is damaged")
+            raise WireError("a level is above the largest one; the message is damaged")
         return out
 
 
-# A deviation below this share of the largest magnitude is rounding; clipping to it would send nothing.
+# A deviation below this share of the largest magnitude comes from rounding, and must not be a limit for clipping.
 CONSTANT = 1e-9
 
 
@@ -214,7 +213,7 @@ CONSTANT = 1e-9
 class TerngradOptions:
     """Options of ``terngrad``."""
 
-    # Entries are cut at this many standard deviations of their tensor; None: not at all.
+    # Entries are clipped at this many standard deviations of their tensor; None: not at all.
     clip_factor: float | None = 2.5
 
     def __post_init__(self) -> None:
@@ -224,12 +223,13 @@ class TerngradOptions:
 class Terngrad(Coded):
     """Ternary gradients: -1, 0 or 1 times one scale per tensor, at random, without error feedback.
 
-    Each tensor is cut at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. Then ``s = max|g|`` of all ranks
-    ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b`` with b = 1 with
-    probability ``|g| / s``: no bias towards the cut gradient. A byte holds five entries, 1.6 bits each; a tensor
-    takes one float.
+    Each tensor is clipped at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. Then ``s = max|g|`` of all
+    ranks ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b``, where b is 1
+    with the probability ``|g| / s``. So q equals the clipped gradient on average. A byte holds five entries, 1.6
+    bits each; a tensor takes one float.
 
-    Departures: a byte holds five entries instead of four. ``exclude`` says which layers are left out.
+    Departures: a byte holds five entries instead of four. The option ``exclude`` names the layers that are left
+    out.
 
     Source: Wen et al. 2017, arXiv 1705.07878, Algorithm 1 and sections 3.2 and 3.3.
     """
@@ -252,7 +252,7 @@ class Terngrad(Coded):
         return 0
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
-        """Return each tensor's largest magnitude after clipping; keep the limits for :meth:`quantise`."""
+        """Return each tensor's largest magnitude after clipping; store the limits for :meth:`quantise`."""
         found = {t.name: self._measure(x[t.slice]) for t in spec.tensors}
         self._limits.update({name: limit for name, (_, limit) in found.items()})
         return np.array([min(each) for each in found.values()])
@@ -288,7 +288,7 @@ class Terngrad(Coded):
 class DorefaOptions:
     """Options of ``dorefa``."""
 
-    # k, 1 to 8. The paper finds that fewer than 4 hurt.
+    # k, 1 to 8. In the paper, fewer than 4 bits hurt accuracy.
     bits: int = 4
 
     def __post_init__(self) -> None:
@@ -303,8 +303,8 @@ class Dorefa(Coded):
     ``M / (2^k - 1)``: zero is not a level and becomes one of its two neighbours. An element takes k bits, a tensor
     one float.
 
-    Departure: the paper quantises the gradients of activations, with an M for each image. Here the gradients of the
-    weights are quantised, with one M per tensor.
+    Departure: the paper quantises the gradients of activations, with one M per image. Here the gradients of weights
+    are quantised, with one M per tensor.
 
     Source: Zhou et al. 2016, arXiv 1606.06160, equation 12.
     """

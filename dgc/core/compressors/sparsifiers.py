@@ -1,4 +1,4 @@
-"""Compressors that send some entries: ``dgc``, ``topk``, ``strom``, ``dryden``, ``adacomp``."""
+"""Compressors that send selected entries: ``dgc``, ``topk``, ``strom``, ``dryden``, ``adacomp``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.kernels.reference import top_k
 from dgc.errors import WireError
 
-SAMPLE = 100_000  # entries that a global threshold is estimated from, about
+SAMPLE = 100_000  # about how many entries a global threshold is estimated from
 
 
 class _Selection(Algorithm):
-    """Select the k largest entries of each tensor; the exchange does that with the kernels' own selection."""
+    """Select the k largest entries of each tensor. The exchange may use the kernels' selection instead."""
 
     error_feedback: ClassVar[bool] = True
     sends_entries: ClassVar[bool] = True
@@ -70,8 +70,8 @@ class _Selection(Algorithm):
 class DGC(_Selection):
     """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
 
-    ``u <- m*u + G; v <- v + u``; of each tensor the k = n * density entries of largest ``|v|`` are sent, and set to
-    0 in u and v (momentum correction and momentum factor masking).
+    ``u <- m*u + G; v <- v + u`` (momentum correction). Of each tensor, the k = n * density entries with the largest
+    ``|v|`` are sent, and set to 0 in v and u (momentum factor masking).
 
     Source: Lin et al. 2018, arXiv 1712.01887.
     """
@@ -103,7 +103,7 @@ class TopkOptions:
 
     # "tensor": the k largest entries of each tensor; "global": one threshold for all tensors.
     threshold: Literal["tensor", "global"] = "tensor"
-    # With a global threshold, room in a bucket's message for this many times the entries of an even share.
+    # With a global threshold, a bucket's message has room for this many times the bucket's even share of entries.
     headroom: float = 1.5
 
     def __post_init__(self) -> None:
@@ -114,16 +114,16 @@ class TopkOptions:
 class Topk(_Selection):
     """Send the entries above a threshold; the others wait in the residual.
 
-    ``x = g + e``; ``x_i`` is sent where ``|x_i| > t``. The threshold t holds back the share R of the entries.
+    ``x = g + e``; ``x_i`` is sent if ``|x_i| > t``. The threshold t is such that the share R of the entries waits.
 
-    Departures: with ``threshold="tensor"``, the default here, the k largest entries are chosen exactly instead of
-    by a sampled quantile, so that messages have a fixed size; the paper prefers one threshold for the whole model.
-    With ``threshold="global"``, t is the R-quantile of about 100 000 entries of all buckets in the step before (in
-    the first step, of the bucket's own entries), because a bucket is sent before the gradients of the others are
-    there. A message then has room for ``headroom`` times the entries of an even share; the largest go first, and
-    the rest waits.
+    Departures: with ``threshold="tensor"``, the default here, exactly the k largest entries of each tensor are
+    sent, so that messages have a fixed size; the paper prefers one threshold for the model, from a sampled
+    quantile. With ``threshold="global"``, t is the R-quantile of about 100 000 entries of all buckets in the
+    previous step (in the first step, of the bucket's own entries), because a bucket is sent before the gradients of
+    other buckets are ready. A message then has room for ``headroom`` times the bucket's even share of entries; the
+    largest entries are sent first, and the rest waits.
 
-    Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample is Marian's.
+    Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample comes from Marian.
     """
 
     name = "topk"
@@ -156,12 +156,12 @@ class Topk(_Selection):
         return tuple(entries_to_send(t.n, share) for t in spec.tensors)
 
     def encode(self, x: np.ndarray, out: np.ndarray, spec: BucketSpec, info: StepInfo) -> tuple[int, int]:
-        """Encode as the base class does, and keep a sample of x for the next threshold."""
+        """Encode, and with a global threshold store a sample of x for the next threshold."""
         if self.options.threshold == "tensor":
             return super().encode(x, out, spec, info)
         self._next = None
         stride = max(1, min(1000, spec.total // SAMPLE))
-        # The first position changes with the step: a stride that divides a tensor's width would see few columns else.
+        # The first position changes with the step, because a stride that divides a tensor's width meets few columns.
         first = info.step % stride
         sample = np.concatenate([np.abs(x[t.slice][min(first, t.n - 1) :: stride]) for t in spec.tensors])
         self._samples[spec.bucket.index] = sample
@@ -171,7 +171,7 @@ class Topk(_Selection):
         return self._write(x, _beyond(threshold, x, sum(self.max_counts(spec))), out, spec)
 
     def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
-        """Write the next step's threshold into the array that a checkpoint keeps."""
+        """Write the next step's threshold into ``thresholds``, which a checkpoint contains."""
         if self.options.threshold == "tensor" or refused or not self._samples:
             return
         if self._next is None:
@@ -180,13 +180,13 @@ class Topk(_Selection):
 
 
 def _beyond(threshold: float | np.floating[Any], x: np.ndarray, most: int) -> np.ndarray:
-    """Return the ascending positions of the entries of x above a magnitude, at most of the ``most`` largest."""
+    """Return the ascending positions of entries of x above a magnitude: of the ``most`` largest, if there are more."""
     positions = np.flatnonzero(np.abs(x) > threshold)
     return positions[top_k(x[positions], most)] if positions.size > most else positions
 
 
 def _quantile(magnitudes: np.ndarray, density: float) -> float:
-    """Return the value that the share ``density`` of a sample exceeds (a smaller share if there are ties)."""
+    """Return the value that a share ``density`` of the sample exceeds, or a smaller share if there are ties."""
     place = max(0, int(magnitudes.size * (1.0 - density)) - 1)
     return float(np.partition(magnitudes, place)[place])
 
@@ -195,9 +195,9 @@ def _quantile(magnitudes: np.ndarray, density: float) -> float:
 class StromOptions:
     """Options of ``strom``."""
 
-    # The τ of the paper, in units of the gradient; there is no value that suits all models.
+    # The τ of the paper, in units of the gradient. No value suits all models.
     threshold: float = 0.01
-    # Room in a message, as a share of the elements; entries beyond it wait.
+    # A message has room for this share of the elements; further entries wait.
     max_density: float = 0.01
 
     def __post_init__(self) -> None:
@@ -206,14 +206,14 @@ class StromOptions:
 
 
 class Strom(Algorithm):
-    """Send entries beyond a fixed threshold as the threshold, with error feedback.
+    """Send +τ or -τ for entries beyond a fixed threshold τ, with error feedback.
 
-    ``e <- e + g``; where ``e_i > τ``, +τ is sent and ``e_i <- e_i - τ``; where ``e_i < -τ``, -τ is sent and
+    ``e <- e + g``. If ``e_i > τ``, +τ is sent and ``e_i <- e_i - τ``; if ``e_i < -τ``, -τ is sent and
     ``e_i <- e_i + τ``. So an entry sends at most τ in a step, however large its residual is. An entry takes one
     32-bit word: ``index << 1 | positive``.
 
-    Departures: a message has room for ``max_density`` of the elements, so that no sizes are exchanged; if more
-    entries are beyond τ, the largest go first. The optional entropy code of the gaps is left out.
+    Departures: a message has room for ``max_density`` of the elements, so that ranks need not exchange sizes; if
+    more entries are beyond τ, the largest are sent first. The paper's optional entropy code is left out.
 
     Source: Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech.
     """
@@ -258,14 +258,14 @@ _DRYDEN_HEAD = 12  # bytes before the words: the two means and the number of ent
 
 
 class Dryden(PerTensor):
-    """Send a fixed share of the positive and of the negative entries, each as its mean, with error feedback.
+    """Send a fixed share of the positive and of the negative entries, as the mean of each, with error feedback.
 
-    ``x = g + e``. The n+ρ largest of the n+ positive entries are sent and become their mean μ+; the n-ρ smallest of
-    the n- negative entries become μ- (at least one of a sign that occurs). ``e = x - μ±`` where sent, x elsewhere.
-    An entry takes one 32-bit word, ``index << 1 | positive``, a tensor two floats. ρ = 1 - ``sparsity``; its
+    ``x = g + e``. Of the n+ positive entries the ρ n+ largest are sent as their mean μ+, and of the n- negative
+    entries the ρ n- smallest as their mean μ-; at least one of each sign. ``e = x - μ±`` for sent entries, else x.
+    An entry takes one 32-bit word, ``index << 1 | positive``; a tensor takes two floats. ρ = 1 - ``sparsity``; its
     default is LBANN's 1/64.
 
-    Departures: proportions and means are exact instead of sampled, and of a tensor instead of a matrix column.
+    Departures: shares and means are exact instead of sampled, and belong to a tensor instead of a matrix column.
 
     Source: Dryden et al. 2016, "Communication quantization for data-parallel training of deep neural networks",
     MLHPC.
@@ -317,14 +317,14 @@ class Dryden(PerTensor):
 
 
 def _most(n: int, density: float) -> int:
-    """Return the most entries of a tensor; each sign may be rounded up to one entry."""
+    """Return the most entries of a tensor, where each sign may be rounded up to one entry."""
     return min(n, int(n * density * (1 + 1e-9)) + 2)
 
 
 _ADACOMP_HEAD = 8  # bytes before the units: scale and number of units
-_SHORT = 64  # bins below this many elements take 8 bits an entry, longer ones 16
+_SHORT = 64  # entries of bins shorter than this take 8 bits, those of longer bins 16
 
-# A prime, so that the bin that is served first wanders over all bins from step to step.
+# A prime, so that each step begins with another bin.
 _STRIDE = 65537
 
 
@@ -332,11 +332,11 @@ _STRIDE = 65537
 class AdacompOptions:
     """Options of ``adacomp``."""
 
-    # Elements in a bin, L_T, of a tensor with more than two dimensions; up to 63 an entry takes 8 bits.
+    # L_T, the elements in a bin of a tensor with more than two dimensions. Up to 63, an entry takes 8 bits.
     conv_bin: int = 50
     # The same for a matrix.
     fc_bin: int = 500
-    # Room in a message: this many entries per bin on average; entries that find no room wait.
+    # A message has room for this many entries per bin on average; further entries wait.
     entries_per_bin: float = 5.0
 
     def __post_init__(self) -> None:
@@ -348,14 +348,15 @@ class AdacompOptions:
 class Adacomp(PerTensor):
     """Adaptive residual compression: a soft threshold in each bin, signs with one scale per tensor.
 
-    ``G = e + dW``; ``H = G + dW``. In each bin of L_T elements the entries with ``|H_i| >= max|G|`` of the bin are
-    sent as ``s * sign(G_i)``, where s is the mean over the bins of ``max|G|``; ``e = G - s * sign(G)`` where sent,
-    G elsewhere. An entry takes 8 bits (6 for the index in its bin, the sign, the end of the bin) for L_T < 64, else
-    16 (14 for the index). An empty bin takes one unit, unless all bins after it are empty too.
+    ``G = e + dW``; ``H = G + dW``. In each bin of L_T elements, entries with ``|H_i| >= max|G|`` of the bin are
+    sent as ``s * sign(G_i)``, where s is the mean of ``max|G|`` over the bins. ``e = G - s * sign(G)`` for sent
+    entries, else G. If L_T < 64, an entry takes 8 bits: 6 for the index in its bin, one for the sign, and one that
+    ends the bin. Otherwise it takes 16 bits, 14 for the index. An empty bin takes one such unit, unless all later
+    bins are empty too.
 
     Departures: a message has room for ``entries_per_bin`` entries per bin on average (5, which gives the paper's
-    rates of 40 for convolutions and 200 for matrices). If that does not suffice, whole bins wait; each step begins
-    at another bin. The paper's two bits of value hold a ternary number; here one of them ends the bin.
+    rates of 40 for convolutions and 200 for matrices). If that does not suffice, some bins wait; each step begins
+    at another bin. The paper uses two bits for a ternary value; here one of them ends the bin.
 
     The method is claimed in the patent US 11,295,208.
 
@@ -392,7 +393,7 @@ class Adacomp(PerTensor):
             h[: tensor.n] += info.increment[tensor.slice]
         g, h = g.reshape(bins, length), h.reshape(bins, length)
         largest = np.abs(g).max(1)
-        # In a bin of zeros every entry reaches the largest one, but has no sign to send.
+        # In a bin of zeros every entry equals the largest one, but has no sign to send.
         send = (np.abs(h) >= largest[:, None]) & (g != 0)
         first = (info.step + info.rank) * _STRIDE % bins
         fitting = _fit(send.sum(1), self._units(tensor) - bins, first)
@@ -418,7 +419,7 @@ class Adacomp(PerTensor):
         alone = np.ones(units.size, bool)
         alone[1:] = last[:-1] == 1
         if (marker & ((last == 0) | ~alone)).any() or (~marker & (index >= length)).any():
-            raise WireError(f"entries of {tensor.name!r} are none that a sender writes; the message is damaged")
+            raise WireError(f"no sender writes such entries of {tensor.name!r}; the message is damaged")
         sent = ~marker
         positions = (bin_of * length + index)[sent]
         return positions, np.where(positive[sent] == 1, scale, -scale)
@@ -430,13 +431,13 @@ class Adacomp(PerTensor):
         return -(-tensor.n // self._bin(tensor))
 
     def _units(self, tensor: Tensor) -> int:
-        """Return the room for entries and empty bins; a single bin can always send all its entries."""
+        """Return how many units a message has room for. A single bin can always send all its entries."""
         bins = self._bins(tensor)
         return max(math.ceil(self.options.entries_per_bin * bins), bins + min(self._bin(tensor), tensor.n))
 
     @staticmethod
     def _write(rows: np.ndarray, columns: np.ndarray, positive: np.ndarray, length: int) -> np.ndarray:
-        """Return entries, sorted by bin, and the empty bins before the last entry, as units."""
+        """Return units for the entries, which are sorted by bin, and for the empty bins before the last entry."""
         dtype, bits = _unit(length)
         if rows.size == 0:
             return np.empty(0, dtype)
@@ -450,11 +451,14 @@ class Adacomp(PerTensor):
 
 
 def _unit(length: int) -> tuple[str, int]:
-    """Return the type of a unit and the bits of its index, whose largest value marks an empty bin."""
+    """Return the type of a unit, and the bits of its index; the largest index marks an empty bin."""
     return ("u1", 6) if length < _SHORT else ("<u2", 14)
 
 
 def _fit(counts: np.ndarray, capacity: int, first: int) -> np.ndarray:
-    """Return which bins may send, (bins,) bool, from bin ``first`` on: ``capacity`` entries beyond one per bin fit."""
+    """Return which bins may send, (bins,) bool, beginning with bin ``first``.
+
+    Each bin has room for one entry; all bins together have room for ``capacity`` more.
+    """
     extra = np.roll(np.maximum(counts - 1, 0), -first)
     return np.roll((np.cumsum(extra) <= capacity) | (extra == 0), first)
