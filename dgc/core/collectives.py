@@ -1,4 +1,4 @@
-"""The collectives that the exchange needs, what a transport must be to offer them, and checks of their arguments.
+"""The collectives that the exchange needs, the classes of transports that have them, and checks of their arguments.
 
 P = number of ranks, m = message bytes. Every rank must call the same collectives in the same order.
 """
@@ -18,9 +18,9 @@ from dgc.errors import TransportError
 
 @runtime_checkable
 class Collectives(Protocol):
-    """The members that an object given as ``transport=`` must have; see :class:`Transport`.
+    """The interface of an object that is passed as ``transport=``; see :class:`Transport`.
 
-    It may have ``alltoall`` as well.
+    It may also have ``alltoall``.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Transport(abc.ABC):
         rank: this process' place in the group, 0 <= rank < size.
         size: number of ranks in the group, P.
         name: short name for statistics and errors: "local", "mpi", "horovod".
-        inside: where each node exchanges as one rank, the transport within this rank's node.
+        inside: the transport within this rank's node, if each node exchanges as one rank; else None.
     """
 
     rank: int
@@ -54,7 +54,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every rank's message, (m,) uint8, into ``out``, (P, m), blocking; m below 2 GiB, the same everywhere.
+        """Copy every rank's message, (m,) uint8, into ``out``, (P, m), blocking.
+
+        m is below 2 GiB and equal on all ranks.
 
         Raises:
             TransportError: the collective failed.
@@ -76,7 +78,7 @@ class Transport(abc.ABC):
     def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
         """Send row r of the message, (P, c) uint8, to rank r, blocking; row s of ``out``, (P, c), comes from rank s.
 
-        A transport may lack it: the exchange gathers then. c is the same everywhere, P * c below 2 GiB.
+        c is equal on all ranks, and P * c is below 2 GiB. If a transport lacks this method, the exchange gathers.
 
         Raises:
             TransportError: the collective failed.
@@ -85,27 +87,27 @@ class Transport(abc.ABC):
 
     @property
     def has_alltoall(self) -> bool:
-        """Whether :meth:`alltoall` can be called; the same on every rank."""
+        """Whether the transport has :meth:`alltoall`; the same on every rank."""
         return type(self).alltoall is not Transport.alltoall
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release what the transport holds. Further collectives are errors. Calling it twice is fine."""
+        """Release the transport's resources. Further collectives are errors. It may be called twice."""
 
     @property
     def whole(self) -> Transport:
-        """The transport among all ranks: another one than this where each node exchanges as one rank."""
+        """The transport between all ranks. It is another one if each node exchanges as one rank."""
         return self
 
     def end_job(self, error: Exception) -> None:  # noqa: B027
-        """End all ranks of the job, if the transport can; called when a rank is gone and the others wait for it."""
+        """End all ranks of the job, if the transport can. It is called when ranks wait for one that is gone."""
 
     def rank_info(self) -> dict[str, int]:
-        """Return this process' rank among all ranks, their number and, if nodes send as one, the number of nodes."""
+        """Return this process' rank, the number of all ranks and, if nodes send as one rank, the number of nodes."""
         return {"rank": self.rank, "size": self.size}
 
     def label(self, rank: int) -> str:
-        """Return how an error names a rank of this transport."""
+        """Return the name of a rank of this transport, for errors."""
         return f"rank {rank}" if self.inside is None else f"node {rank}"
 
 
@@ -114,14 +116,14 @@ class Divisible(Transport):
 
     @abc.abstractmethod
     def broadcast(self, array: np.ndarray) -> None:
-        """Overwrite a contiguous array, of the same type and size on every rank, with the array of rank 0."""
+        """Overwrite a contiguous array with that of rank 0. Its type and size are equal on all ranks."""
 
     @abc.abstractmethod
     def split(self, color: int) -> Divisible:
-        """Return a transport among the ranks that give the same color, in the same order. Collective."""
+        """Return a transport between the ranks that give the same color, in the same order. Collective."""
 
     def nodes(self) -> list[int] | None:
-        """Return for each rank the lowest rank that shares its memory; None if that is not known. Collective."""
+        """Return, for each rank, the lowest rank on its machine; None if that is not known. Collective."""
         return None
 
 
@@ -159,13 +161,13 @@ def as_transport(given: Collectives) -> Transport:
     return given if isinstance(given, Transport) else _Wrapped(given)
 
 
-# Up to this total a collective is one round: an allreduce gathers all arrays and adds them in rank order. Above it, the
-# ranks of an MPI transport first tell each other that they have come.
+# Up to this total size, an allreduce gathers all arrays and adds them in rank order. Above it, the ranks of an MPI
+# transport first tell each other that they have reached the collective.
 SMALL_BYTES = 64 * 1024
 
 BYTE_LIMIT = 2**31 - 1  # largest buffer of a collective: MPI counts elements in a signed 32-bit integer
 
-# np.maximum keeps a NaN of any rank; with MPI_MAX that depends on the order of the ranks.
+# np.maximum keeps every NaN. MPI_MAX may drop one, depending on the order of the ranks.
 REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
@@ -210,13 +212,13 @@ def check_allreduce(array: np.ndarray, op: str) -> None:
 def reduce_in_rank_order(parts: Sequence[np.ndarray] | np.ndarray, op: str, out: np.ndarray) -> None:
     """Fold the ranks' arrays from rank 0 upwards, ``((p0 + p1) + p2) + ...``.
 
-    The order is fixed, so equal inputs give equal bits on every rank, on every transport that uses this function.
-    ``parts`` are P arrays of shape (n,), or one of (P, n); ``out``, (n,), may be ``parts[0]`` itself.
+    The order is fixed, so equal inputs give equal bits on every rank and every transport that uses this function.
+    ``parts`` are P arrays of shape (n,), or one array (P, n); ``out``, (n,), may be ``parts[0]`` itself.
     """
     reduction = REDUCTIONS[op]
     if out is not parts[0]:
         np.copyto(out, parts[0])
-    # Overflown gradients are found and refused by the exchange; a warning on the console would add nothing.
+    # The exchange finds and refuses gradients that overflow, so a warning of NumPy would add nothing.
     with np.errstate(over="ignore", invalid="ignore"):
         for part in parts[1:]:
             reduction(out, part, out=out)
@@ -228,7 +230,7 @@ def _describe(array: np.ndarray) -> str:
     return f"{array.dtype.name} of shape {array.shape}{traits}"
 
 
-LENGTH_BYTES = 8  # of the length that a rank sends before a text
+LENGTH_BYTES = 8  # bytes of the length that a rank sends before a text
 
 
 def gather_values(transport: Transport, value: object) -> list[Any]:
@@ -246,7 +248,7 @@ def gather_texts(transport: Transport, text: bytes, lengths: Sequence[int]) -> l
 
 
 def gather_rows(transport: Transport, message: np.ndarray) -> np.ndarray:
-    """Return the messages of all ranks, (P, m) uint8, given this rank's, (m,). Collective."""
+    """Gather this rank's message, (m,) uint8, and return the messages of all ranks, (P, m). Collective."""
     out = np.empty((transport.size, message.size), np.uint8)
     transport.allgather(np.ascontiguousarray(message), out)
     return out

@@ -1,1 +1,1 @@
-"""Moving bytes between ranks: ``local`` (threads of one process) and ``mpi`` (mpi4py)."""
+"""Transports, which move bytes between ranks: ``local`` (threads of one process), ``mpi`` (mpi4py) and their bases."""

@@ -25,12 +25,13 @@ from dgc.errors import ConfigError, TransportError
 
 logger = logging.getLogger("dgc")
 
-# Bytes before a leader's message, two int64: 1 + the first rank of its node with another message, or 0; and its size.
+# Bytes of two int64 before a leader's message: 1 + the first rank of its node that has another message, or 0; and the
+# message's size.
 _HEAD = 16
-_TEXT = 1000  # the most bytes of an error that a leader sends to its node
+_TEXT = 1000  # the most bytes of an error's text that a leader sends to its node
 _WHY = (
-    "it met an error, which it shows itself, or a step was given up, discarded or loaded on some ranks alone, or "
-    "learning rate, momentum, loss scale or parameters differ"
+    "it met an error, which it shows itself; or only some ranks gave up a step or loaded a state; or learning rate, "
+    "momentum, loss scale or parameters differ"
 )
 
 
@@ -39,8 +40,9 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
 
     Args:
         transport: connects all ranks.
-        hierarchical: False: that transport. True: a transport among nodes. "auto": one among nodes if there are several
-            nodes, and several ranks on one of them. A number: one among groups of this many neighbouring ranks.
+        hierarchical: False: return ``transport``. True: return a transport between nodes. "auto": the same, but only
+            if there are several nodes, and several ranks on one of them. A number: return a transport between groups of
+            this many neighbouring ranks.
     """
     if hierarchical is False or transport.size == 1:
         return transport
@@ -64,25 +66,25 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
     if count == 1 and size > 1 and transport.rank == 0:
         logger.warning(
             "hierarchical=%s: all %d ranks are one node, and nothing is sent between nodes; gradients are sparsified "
-            "all the same. hierarchical='auto' does without nodes here",
+            "anyway. hierarchical='auto' uses no nodes here",
             hierarchical,
             size,
         )
     if any(nodes[i] > nodes[i + 1] for i in range(size - 1)):
         places = ", ".join(str(nodes.index(n)) for n in dict.fromkeys(nodes))
         raise ConfigError(
-            f"hierarchical={hierarchical!r} needs the ranks of a node to be neighbours, and those of the nodes that "
-            f"begin with ranks {places} are mixed: place ranks by node (horovodrun does; mpirun --map-by slot)"
+            f"hierarchical={hierarchical!r} needs the ranks of a node to be neighbours, and the nodes that begin with "
+            f"ranks {places} are mixed: place ranks by node (horovodrun does; mpirun --map-by slot)"
         )
     return HierarchicalTransport(transport, nodes)
 
 
 class HierarchicalTransport(Transport):
-    """A transport among nodes. All ranks of a node make the same calls with the same arguments.
+    """A transport between nodes. All ranks of a node make the same calls with the same arguments.
 
     Attributes:
-        rank: of this node among the nodes.
-        size: number of nodes, P.
+        rank: this node's number.
+        size: the number of nodes, P.
         inside: connects the ranks of this node.
     """
 
@@ -97,7 +99,7 @@ class HierarchicalTransport(Transport):
         self.size = len(firsts)
         self.name = f"{whole.name}, between nodes"
         self.inside = whole.split(first)
-        # The ranks that do not lead form a group, too, which is not used.
+        # The other ranks form a group, too, which is not used.
         across = whole.split(0 if self.inside.rank == 0 else 1)
         self._across: Transport | None = across if self.inside.rank == 0 else None
         if self._across is None:
@@ -107,13 +109,13 @@ class HierarchicalTransport(Transport):
 
     @override
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Copy every node's message into ``out``; an error on all ranks if the ranks of a node have different ones."""
+        """Copy every node's message into ``out``. If ranks of a node have different messages, raise on all ranks."""
         check_allgather(message, out, self.size)
         self._exchange(message[None], out, _gather)
 
     @override
     def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Deal every node's message, as :meth:`allgather` gathers them."""
+        """Send parts of every node's message. If ranks of a node have different messages, raise on all ranks."""
         check_alltoall(message, out, self.size)
         self._exchange(message, out, _deal)
 
@@ -123,7 +125,7 @@ class HierarchicalTransport(Transport):
         return self._whole.has_alltoall
 
     def _exchange(self, message: np.ndarray, out: np.ndarray, collective: _Collective) -> None:
-        """Have the leader send the message, of (n, m) parts, and write what came to all ranks of the node."""
+        """Let the leader exchange the message, (n, m) parts, and copy the received ones to all ranks of the node."""
         parts, size = message.shape
         if (parts, size) not in self._buffers:
             self._buffers[parts, size] = np.zeros((parts + self.size, _HEAD + size), np.uint8)
@@ -142,7 +144,7 @@ class HierarchicalTransport(Transport):
 
     @override
     def allreduce(self, array: np.ndarray, op: str = "sum") -> None:
-        """Reduce ``array`` in place. A sum counts each node once: its ranks have equal arrays. A maximum counts all."""
+        """Reduce ``array`` in place. A sum counts each node once, because its ranks have equal arrays."""
         check_allreduce(array, op)
         if op == "max":
             self.inside.allreduce(array, op)
@@ -215,7 +217,7 @@ def _require_size(came: np.ndarray) -> None:
     if (sizes != came.shape[1] - _HEAD).any():
         raise TransportError(
             "the nodes have messages of different sizes: they are in different steps, or do different things at the "
-            "same time; every step, reset() and load must come on all ranks, in the same order"
+            "same time; all ranks must make the same steps, reset() and loads in the same order"
         )
 
 

@@ -1,7 +1,7 @@
-"""What the transports over a library's collectives share: Horovod's, and those of ``torch.distributed``.
+"""The base class of transports over the collectives of Horovod or ``torch.distributed``.
 
-Such a transport needs the framework's tensors, so it lies in the framework's adapter, and adds four methods to this.
-P = number of ranks, m = message bytes, n = elements.
+Such a transport needs the framework's tensors. So it is defined in the framework's adapter, as a subclass with four
+methods. P = number of ranks, m = message bytes, n = elements.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ GATHER_BYTES = 4 * 1024 * 1024  # a maximum of a large array gathers pieces of a
 
 
 class LibraryTransport(Transport):
-    """Collectives of a library, to be called by one thread at a time, in the same order on every rank.
+    """Collectives of a library. One thread at a time calls them, in the same order on every rank.
 
     An ``allreduce`` gives the same bits on every rank. Small arrays, and every "max", are gathered and folded in rank
-    order. Large sums are the library's own: the rings of Gloo and NCCL compute each sum on one rank and copy it to the
-    others; MPI's algorithms do that too, or let two ranks add the same two numbers, and a+b has the bits of b+a.
+    order. The library computes large sums. The rings of Gloo and NCCL compute each sum on one rank and copy it to the
+    others. MPI's algorithms do that too, or let two ranks add the same two numbers, and a+b has the same bits as b+a.
 
     Attributes:
-        shut_down: what an error says when the library is no longer initialised.
+        shut_down: the error text when the library is no longer initialised.
     """
 
     shut_down: ClassVar[str]
@@ -45,11 +45,11 @@ class LibraryTransport(Transport):
 
     @abc.abstractmethod
     def _gather(self, message: np.ndarray) -> np.ndarray:
-        """Join the members' uint8 messages in rank order, as a uint8 array."""
+        """Return the members' uint8 messages, joined in rank order."""
 
     @abc.abstractmethod
     def _deal(self, message: np.ndarray) -> np.ndarray:
-        """Send part r of a uint8 message, (P * c,), to rank r; join the parts that come, in rank order."""
+        """Send part r of a uint8 message, (P * c,), to rank r; return the received parts, joined in rank order."""
 
     @abc.abstractmethod
     def _sum(self, array: np.ndarray) -> None:
@@ -57,7 +57,7 @@ class LibraryTransport(Transport):
 
     @abc.abstractmethod
     def _is_running(self) -> bool:
-        """Whether the library is initialised."""
+        """Return whether the library is initialised."""
 
     @override
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
@@ -81,7 +81,7 @@ class LibraryTransport(Transport):
         if array.nbytes * self.size <= SMALL_BYTES:
             self._gather_and_fold(array, op)
         elif op == "max":
-            # A maximum of MPI or Gloo drops or keeps a NaN depending on the order in which ranks are compared.
+            # The maximum of MPI or Gloo may drop a NaN, depending on the order in which it compares ranks.
             step = max(1, GATHER_BYTES // (array.itemsize * self.size))
             for start in range(0, array.size, step):
                 self._gather_and_fold(array[start : start + step], op)
@@ -103,7 +103,7 @@ class LibraryTransport(Transport):
 
     @override
     def close(self) -> None:
-        """Refuse further collectives. The library itself goes on."""
+        """Refuse further collectives. The library itself stays open."""
         self._closed = True
 
     def _require_open(self) -> None:

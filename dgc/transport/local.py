@@ -1,4 +1,4 @@
-"""The transport between threads of one process: algorithms are tested on it, without a launcher and a network.
+"""The transport between threads of one process. Tests of algorithms use it; it needs no launcher and no network.
 
 P = number of ranks, m = message bytes, n = elements.
 """
@@ -20,14 +20,14 @@ DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others before all r
 
 
 class PeerFailedError(TransportError):
-    """Another rank failed, left or did not come, so this one was stopped."""
+    """This rank was stopped because another one failed, left or did not come."""
 
 
 class _World:
     """The meeting point of P threads.
 
-    The last rank to arrive runs the collective for all of them while the others sleep, so no rank can change its arrays
-    before everybody has read them.
+    The last rank to arrive runs the collective for all ranks while the others sleep. So no rank can change its arrays
+    before all ranks have read them.
     """
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -41,7 +41,7 @@ class _World:
         self._parts: list[_World] = []
 
     def part(self, size: int) -> _World:
-        """Return a meeting point for some of the threads, which fails when this one fails."""
+        """Return a meeting point for some of the threads. It fails when this one fails."""
         made = _World(size, self._timeout)
         self._parts.append(made)
         return made
@@ -72,7 +72,7 @@ class _World:
                 raise type(self._error)(str(self._error))
 
     def leave(self, rank: int) -> None:
-        """Let a rank make no further collective; ranks that wait for it fail at once."""
+        """Remove a rank. Ranks that wait for it fail immediately."""
         with self._changed:
             self._left.add(rank)
             if self._calls:
@@ -81,7 +81,7 @@ class _World:
                 self._fail(f"{_describe_ranks(self._left)} left before {signature} (called on {waiting})")
 
     def fail(self, reason: str) -> None:
-        """Stop every rank: those that wait, and those that come later."""
+        """Stop all ranks, also those that come later."""
         with self._changed:
             self._fail(reason)
         for part in self._parts:
@@ -93,7 +93,7 @@ class _World:
         self._changed.notify_all()
 
     def _finish(self, work: Callable[[list[Any]], None]) -> None:
-        """Do the work. If it fails, all later collectives fail, too, because the ranks are out of step."""
+        """Do the work. If it fails, all later collectives fail, too."""
         calls = [self._calls[rank] for rank in range(self.size)]
         if any(signature != calls[0][0] for signature, _ in calls):
             listed = "; ".join(f"rank {rank}: {signature}" for rank, (signature, _) in enumerate(calls))
@@ -181,7 +181,7 @@ class LocalTransport(Divisible):
 
 
 def local_world(size: int, timeout: float = DEFAULT_TIMEOUT) -> list[LocalTransport]:
-    """Return the transports of ``size`` ranks, one for each thread; all ranks fail after ``timeout`` seconds."""
+    """Return the transports of ``size`` ranks, one per thread. If a rank waits ``timeout`` seconds, all fail."""
     if size < 1:
         raise TransportError(f"a world needs at least 1 rank, got size={size}")
     world = _World(size, timeout)
@@ -195,7 +195,7 @@ def run_ranks(
     timeout: float = DEFAULT_TIMEOUT,
     return_errors: bool = False,
 ) -> list[Any]:
-    """Run ``function(transport, *args)`` once per rank, each in a thread, and wait for all.
+    """Run ``function(transport, *args)`` for each rank in a thread of its own, and wait for all.
 
     A rank that raises, or that returns while others wait for it, stops the others with a TransportError.
 
@@ -207,10 +207,10 @@ def run_ranks(
         return_errors: return a rank's exception in place of its result, instead of raising the first one.
 
     Returns:
-        What ``function`` returned, in rank order.
+        The results of ``function``, in rank order.
 
     Raises:
-        Exception: that of the lowest rank that failed by itself, with a note that names the rank.
+        Exception: the error of the lowest rank that failed by itself, with a note that names the rank.
         TransportError: a rank did not finish in time.
     """
     transports = local_world(size, timeout)
@@ -236,7 +236,7 @@ def run_ranks(
     if late := [rank for rank, thread in enumerate(threads) if thread.is_alive()]:
         reason = f"{_describe_ranks(late)} did not finish within {timeout:g} s"
         world.fail(reason)
-        # Ranks that wait in a collective end now; a rank that is stuck in its own code cannot be stopped.
+        # Ranks that wait in a collective end now. A rank that hangs in its own code cannot be stopped.
         for rank in late:
             threads[rank].join(1.0)
         raise TransportError(reason)
@@ -245,7 +245,7 @@ def run_ranks(
     failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if failed:
         rank, own = next((pair for pair in failed if not isinstance(pair[1], PeerFailedError)), failed[0])
-        # What add_note does, which Python 3.10 lacks.
+        # As add_note() does, which Python 3.10 lacks.
         own.__notes__ = [*getattr(own, "__notes__", []), f"raised on rank {rank} of {size}"]
         raise own
     return results

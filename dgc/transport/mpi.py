@@ -1,16 +1,16 @@
-"""The transport over MPI: mpi4py on a communicator of its own; how long ranks wait, and how they leave the job.
+"""The transport over MPI, with mpi4py on a communicator of its own: collectives, waiting, and leaving the job.
 
 P = number of ranks, m = message bytes, n = elements.
 
-**How a rank waits.** Open MPI's blocking collectives spin. That takes a core from the backward pass, which kept 72 to
-76 % of its speed beside them. So every collective here is a non-blocking one, tested first without pause and then with
-growing sleeps: the backward pass keeps 97 to 101 %, and no rank learns of the end later (``benchmarks/transport.py``).
-On an idle machine 25 kB take 12 microseconds instead of 5.
+**How a rank waits.** Open MPI's blocking collectives spin. This takes a core from the backward pass, which kept only 72
+to 76 % of its speed. So every collective here is non-blocking. A rank tests it first without pause and then with
+growing sleeps. The backward pass keeps 97 to 101 % of its speed, and ranks do not learn of the end later
+(``benchmarks/transport.py``). On an idle machine 25 kB take 12 microseconds instead of 5.
 
-**How large messages are sent.** A rank that sleeps moves no data: where shared memory copies through small buffers,
+**How large messages are sent.** A rank that sleeps moves no data. With shared memory that copies through small buffers,
 16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So a large collective begins with eight bytes from every
-rank. A rank sleeps until all of these have come; then all ranks test without pause for as long as the transfer should
-take.
+rank. A rank sleeps until all of these have arrived. Then all ranks test without pause for as long as the transfer
+should take.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 # An allreduce works in chunks that stay in the cache between receiving and adding (0.25 to 8 MiB were equally fast).
-# On many ranks a chunk grows, because each rank sends 1/P of it.
+# With many ranks a chunk is larger, because each rank sends only 1/P of it.
 CHUNK_BYTES = 1024 * 1024
 CHUNK_BYTES_PER_RANK = 64 * 1024
 
-BROADCAST_BYTES = 256 * 1024 * 1024  # of one call: MPI counts bytes in a C int
+BROADCAST_BYTES = 256 * 1024 * 1024  # in one call, because MPI counts bytes in a C int
 
-# A waiting rank tests without pause for this time, and for the transfer at this speed: a collective that everybody has
-# reached is over sooner than a sleep. In a slower transfer it may sleep, because the kernel's buffers go on.
+# A waiting rank tests without pause for SPIN_SECONDS, plus the time of the transfer at this speed, because a collective
+# that all ranks have reached is over sooner than a sleep. In a slower transfer it may sleep: the kernel's buffers work.
 SPIN_SECONDS = 100e-6
 BYTES_PER_SECOND = 1e9
 
-# Then it sleeps for a quarter of the time waited so far: it is at most a quarter late, and tests rarely in a long wait.
+# Then it sleeps for a quarter of the time waited so far. So it is at most a quarter late, and rarely tests in a long
+# wait.
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 500e-6
 SLEEP_FRACTION = 0.25
@@ -69,12 +70,13 @@ WARN_VARIABLE, WARN_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0
 LIMIT_VARIABLE, LIMIT_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 600.0
 OFF_VARIABLE = "HOROVOD_STALL_CHECK_DISABLE"
 
-SUSPENDED_SECONDS = 5.0  # between two tests, which are milliseconds apart: the process itself was stopped
+# Tests are milliseconds apart. If this time passes between two tests, the process itself was stopped.
+SUSPENDED_SECONDS = 5.0
 
 _OUT_OF_STEP = (
-    ". Ranks do different things at the same time: every step, save_checkpoint() and load must come on all ranks, in "
-    "the same order. A rank that has to stop or to save (by a signal, by its own metric) asks the others first"
-    " (hvd.allreduce)"
+    ". Ranks do different things at the same time: all ranks must make the same steps, save_checkpoint() and loads in "
+    "the same order. A rank that has to stop or to save (because of a signal or its own metric) must ask the others "
+    "first (hvd.allreduce)"
 )
 
 
@@ -100,14 +102,14 @@ def import_mpi(*, start: bool = True) -> Any:
 def why_unusable(
     mpi: ModuleType, comm: Any, expect_rank: int | None = None, expect_size: int | None = None
 ) -> str | None:
-    """Return why ``comm`` cannot carry an exchange, or None; a rank and size that are given are Horovod's."""
+    """Return why ``comm`` cannot carry an exchange, or None if it can. Horovod's rank and size are expected."""
     if not mpi.Is_initialized() or mpi.Is_finalized():
         state = "is finalized" if mpi.Is_finalized() else "is not initialised"
         return f"MPI {state}: call hvd.init() (or import mpi4py.MPI) first, and stop exchanging before hvd.shutdown()"
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         return (
             "MPI was initialised without MPI_THREAD_MULTIPLE, but the exchange runs on a thread of its own. Horovod "
-            "and mpi4py ask for it by themselves: look for mpi4py.rc.thread_level or mpi4py.rc.threads in the script, "
+            "and mpi4py request it by default: look for mpi4py.rc.thread_level or mpi4py.rc.threads in the script, "
             "for HOROVOD_MPI_THREADS_DISABLE in the environment, and for an MPI library built without it"
         )
     if (expect_size is not None and comm.size != expect_size) or (expect_rank is not None and comm.rank != expect_rank):
@@ -121,11 +123,11 @@ def why_unusable(
 class MPITransport(Divisible):
     """Collectives of mpi4py on a duplicate of a communicator, so that they receive no message of another library.
 
-    One thread at a time calls them, in the same order on every rank; other threads may use MPI meanwhile.
+    One thread at a time calls them, in the same order on every rank. Other threads may use MPI at the same time.
 
-    An ``allreduce`` is bit-identical on every rank, for any MPI library: each rank receives all ranks' values of one
-    part of the array, adds them in rank order, and sends the sums to everybody. So each sum is computed once, on one
-    rank, and equals that of :class:`~dgc.transport.local.LocalTransport`. It moves as many bytes as a ring.
+    An ``allreduce`` is bit-identical on every rank, with any MPI library. Each rank receives all ranks' values of one
+    part of the array, adds them in rank order, and sends the sums to all ranks. So each sum is computed only once, on
+    one rank, and equals that of :class:`~dgc.transport.local.LocalTransport`. It moves as many bytes as a ring does.
     """
 
     name = "mpi"
@@ -138,13 +140,13 @@ class MPITransport(Divisible):
         expect_size: int | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Duplicate ``comm``. Collective over its ranks, or over ``ranks`` only if these are given.
+        """Duplicate ``comm``. Collective over its ranks or, if ``ranks`` is given, over these only.
 
         Args:
             comm: the communicator of the job; ``MPI.COMM_WORLD`` if None.
             expect_rank: Horovod's rank, which ``comm`` must have; None to accept any.
             expect_size: Horovod's size, which ``comm`` must have; None to accept any.
-            ranks: the ranks in ``comm`` that form the group (a process set), in the group's order. Only they call.
+            ranks: the ranks in ``comm`` that form the group (a process set), in the group's order.
         """
         self._mpi = import_mpi()
         parent = self._mpi.COMM_WORLD if comm is None else comm
@@ -153,7 +155,7 @@ class MPITransport(Divisible):
             raise TransportError(f'{reason}. transport="auto" or transport="horovod" works there.')
         with _as_transport_error("creating a communicator"):
             self._comm = parent.Dup() if ranks is None else _subgroup(parent, ranks)
-            # The default handler of a communicator made by others may be to abort the job.
+            # A communicator made by others may abort the job after an error.
             self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             expect_farewell(self._mpi, self._comm)
             self._name = ranks_in_job(self._mpi, self._comm)[self._comm.rank]
@@ -238,8 +240,8 @@ class MPITransport(Divisible):
     def close(self) -> None:
         """Refuse every later call. The communicator (8 kB) stays until the process ends.
 
-        If it were freed in the middle of another rank's exchange, Open MPI would hand that rank's message to the next
-        communicator with the same number, or end the process if the sender is not in it.
+        If it were freed in the middle of another rank's exchange, Open MPI would deliver that rank's message to the
+        next communicator with the same number, or end the process if the sender is not in that communicator.
         """
         self._closed = True
 
@@ -266,14 +268,14 @@ class MPITransport(Divisible):
         self._wait(partial(self._comm.Iallgather, [message, byte], [out, byte]), out.nbytes)
 
     def _wait_for_everybody(self, size: int) -> None:
-        """Sleep until all ranks have come to the same collective, and compare its size."""
+        """Sleep until all ranks have reached the collective, and compare its size on all ranks."""
         announced = np.array([size], np.int64)
         self._wait(lambda: self._comm.Iallgather(announced, self._announcements), 0)
         if (self._announcements != size).any():
             raise TransportError(f"the ranks came with different sizes: {self._announcements.tolist()} bytes")
 
     def _reduce_chunk(self, chunk: np.ndarray, op: str) -> None:
-        """Reduce ``chunk`` in place: rank r adds up part r of it, then everybody gets all parts."""
+        """Reduce ``chunk`` in place: rank r adds up part r of it, then all ranks get all parts."""
         length = -(-chunk.size // self.size)
         starts = [min(rank * length, chunk.size) for rank in range(self.size)]
         counts = [min(start + length, chunk.size) - start for start in starts]
@@ -292,9 +294,9 @@ class MPITransport(Divisible):
         self._wait(lambda: self._comm.Iallgatherv(self._mpi.IN_PLACE, [chunk, counts, starts, datatype]), chunk.nbytes)
 
     def _wait(self, collective: Callable[[], Any], size: int) -> None:
-        """Begin ``collective`` and return when it is done; ``size`` bytes decide how long to test without pause."""
+        """Begin ``collective`` and wait for its end. Its ``size`` in bytes decides how long to test without pause."""
         if self._gave_up:
-            # The other ranks may still come to the collective that was given up; they would pair it with this one.
+            # The other ranks may still reach the collective that was given up, and would pair it with this one.
             raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
         begun = seen = time.perf_counter()
         spin, patience = SPIN_SECONDS + size / BYTES_PER_SECOND, min(self._warn, self._limit)
@@ -303,7 +305,7 @@ class MPITransport(Divisible):
             while not call(self._mpi, request.Test):
                 now = time.perf_counter()
                 if now - seen > SUSPENDED_SECONDS:
-                    begun += now - seen  # this process was stopped: it did not wait
+                    begun += now - seen  # this process was stopped, which is no waiting
                 seen, waited = now, now - begun
                 if waited > spin:
                     if waited > patience:
@@ -312,14 +314,14 @@ class MPITransport(Divisible):
                     time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
 
     def _complain(self, waited: float) -> None:
-        """Warn of a long wait, or give up: a broken link or a stopped process raises no error by itself."""
+        """Warn about a long wait, or give up, because a broken link or a stopped process raises no error."""
         does = "gives up" if waited > self._limit else "still waits"
         text = (
             f"rank {self._name} {does} in an exchange of gradients: it has waited {waited:.0f} s for a rank that is "
             "stopped, cut off from the network, in fewer steps (hvd.join), or busy (an evaluation, a "
             "checkpoint). "
             f"{LIMIT_VARIABLE} is the longest wait in seconds ({_in_seconds(self._limit)}; 0: for ever), "
-            f"{WARN_VARIABLE} that before a warning ({_in_seconds(self._warn)})"
+            f"{WARN_VARIABLE} the wait before a warning ({_in_seconds(self._warn)})"
         )
         if waited > self._limit:
             self._gave_up = True
@@ -329,12 +331,14 @@ class MPITransport(Divisible):
 
 
 def _subgroup(parent: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
-    """Return a communicator of some of ``parent``'s ranks. Collective over those."""
+    """Make a communicator of some of ``parent``'s ranks. Collective over these ranks."""
     members = [int(rank) for rank in ranks]
     if len(set(members)) != len(members) or not all(0 <= rank < parent.size for rank in members):
         raise TransportError(f"a process set names distinct ranks below {parent.size}, got {members}")
     if parent.rank not in members:
-        raise TransportError(f"rank {parent.rank} is not in the process set {members}: only members make a transport")
+        raise TransportError(
+            f"rank {parent.rank} is not in the process set {members}: only members may make a transport"
+        )
     group = parent.Get_group()
     subgroup = group.Incl(members)
     try:
@@ -396,11 +400,11 @@ _farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
 
 
 def expect_farewell(mpi: ModuleType, comm: MPI.Intracomm) -> None:
-    """Let the ranks of ``comm`` leave the job together; ``comm`` may be freed before. Collective."""
+    """Prepare that the ranks of ``comm`` leave the job together. ``comm`` may be freed before. Collective."""
     if not _farewells:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_forked.set)
-        # Exit handlers run last in, first out: this one before Horovod's, which was there at hvd.init().
+        # The latest exit handler runs first, so this one runs before Horovod's, which hvd.init() has registered.
         atexit.register(leave)
         _hear_of_finalize(mpi)
     ranks = tuple(ranks_in_job(mpi, comm))
@@ -410,7 +414,7 @@ def expect_farewell(mpi: ModuleType, comm: MPI.Intracomm) -> None:
 
 
 def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
-    """Return a communicator's ranks, by their numbers in the job."""
+    """Return the numbers that a communicator's ranks have in the job."""
     group, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     try:
         return [int(rank) for rank in mpi.Group.Translate_ranks(group, list(range(comm.size)), world)]
@@ -421,7 +425,7 @@ def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Count a collective as under way; one that fails stays counted, because no rank comes to the barrier then."""
+    """Count a running collective. One that fails stays counted, because then no rank comes to the barrier."""
     me = threading.get_ident()
     _waiting[me] += 1
     yield
@@ -429,30 +433,30 @@ def waiting() -> Iterator[None]:
 
 
 def call(mpi: ModuleType, function: Callable[[], Result]) -> Result:
-    """Run ``function``, which calls MPI, unless MPI is finalized: the process would end without an error then."""
+    """Run ``function``, which calls MPI. Raise if MPI is finalized, because MPI would end the process."""
     with _calling:
         if _leaving.is_set() or mpi.Is_finalized():
             raise TransportError(
                 "MPI was shut down while a collective waited: this process or another rank ended. Give every rank the "
-                "same number of steps; stop early by metrics that are the same on all ranks"
+                "same number of steps; to stop early, use metrics that are the same on all ranks"
             )
         return function()
 
 
 def give_up(mpi: ModuleType, text: str) -> None:
-    """End the job at once: every orderly way out would wait for the missing rank."""
+    """End the job immediately, because every orderly way to end it would wait for the missing rank."""
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
     mpi.COMM_WORLD.Abort(1)
 
 
 def abort_at_exit() -> None:
-    """Abort the job when this process ends: Horovod's exit handler would wait for ever for a rank that is missing."""
+    """Abort the job when this process ends, because Horovod's exit handler would wait for the missing rank for ever."""
     _missing.set()
 
 
 def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
-    """Wait for all ranks that this one exchanged with; return whether they came."""
+    """Wait for all ranks that this rank has exchanged with; return whether they have come."""
     deadline = time.monotonic() + seconds
     try:
         requests: list[Any] = call(mpi, lambda: [comm.Ibarrier() for comm in _farewells.values()])
@@ -464,36 +468,36 @@ def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
 
 
 def leave() -> None:
-    """Meet the other ranks at exit, before Horovod shuts MPI down, and let no thread call MPI any more."""
+    """Wait for the other ranks at exit, before Horovod shuts MPI down, and stop all calls of MPI."""
     if is_child():
         return
     from mpi4py import MPI
 
     if _missing.is_set() and not MPI.Is_finalized():
         give_up(MPI, "this rank gave up waiting for others: it ends the job")
-    # After an uncaught exception, or in the middle of a step, no other rank comes.
+    # After an uncaught exception, or in the middle of a step, the other ranks do not come.
     if getattr(sys, "last_value", None) is None and not any(_waiting.values()):
         say_farewell(MPI)
     _stop_calling()
 
 
 def is_child() -> bool:
-    """Whether this process was forked from a rank: other ranks would take its messages for those of the rank."""
+    """Return whether this process was forked from a rank. Other ranks would confuse its messages with the rank's."""
     return _forked.is_set()
 
 
 def _hear_of_finalize(mpi: ModuleType) -> None:
-    """Stop calling MPI when any thread finalizes it, which first deletes the attributes of COMM_SELF.
+    """Stop calling MPI when any thread finalizes it. MPI then first deletes the attributes of COMM_SELF.
 
-    The callback is Python and needs the GIL, which Python's own ways to end a process release. Native code that calls
-    C's ``exit()`` while it holds the GIL would wait for ever for Horovod's thread, which finalizes MPI.
+    The callback is Python code and needs the GIL. Python releases the GIL when it ends a process. Native code that
+    calls C's ``exit()`` while it holds the GIL would wait for ever for Horovod's thread, which finalizes MPI.
     """
     key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: _stop_calling())
     mpi.COMM_SELF.Set_attr(key, None)
 
 
 def _stop_calling() -> None:
-    """Refuse further calls about collectives, and wait for the one under way."""
+    """Refuse further calls of MPI, and wait for a running one."""
     _leaving.set()
     if _calling.acquire(timeout=1.0):
         _calling.release()

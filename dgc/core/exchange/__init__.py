@@ -1,1 +1,1 @@
-"""One training step over all buckets: from gradients to averaged results."""
+"""The exchange of one training step over all buckets, from gradients to averaged results."""

@@ -1,8 +1,9 @@
 """One bucket: its parts (:class:`BucketExchange`), and what happens to it in a step (:class:`BucketStep`).
 
 Gradients -> u, v and the dense vector -> message -> collectives -> results -> commit. The communication thread runs a
-step up to the results of sparsified tensors. Those of dense tensors are written by the caller's thread, in
-:meth:`BucketStep.finish`, once the whole step is known to be finite: their momentum must not take in a refused step.
+step up to the results of sparsified tensors. The caller's thread writes the results of dense tensors, in
+:meth:`BucketStep.finish`, when it knows that all values of the step are finite: a refused step must not change their
+momentum.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class BucketExchange:
         self.at = BucketStep(self, step, self._states.buckets[self.bucket.index])
 
     def await_gradients(self, step: Step) -> None:
-        """Let a device wait for the bucket's gradients before it goes on."""
+        """Make the device wait for the bucket's gradients."""
         for event in step.submissions.events.get(self.bucket.index, ()):
             self.kernels.wait_for(event.handle)
 
@@ -91,21 +92,21 @@ class BucketStep:
     # -- on the communication thread -----------------------------------------------------------------------------------
 
     def keep_absent(self) -> None:
-        """Copy what the state holds of parameters without a gradient here, before the step changes it."""
+        """Copy the state of the parameters that have no gradient here, before the step changes it."""
         absent = self.step.submissions.absent
         for segment in self._segments:
             if segment.parameter in absent:
                 self.kept[segment] = [held.copy() for held in self._state.held(segment)]
 
     def begin(self) -> None:
-        """Let other threads or a device begin to compress while this thread has another bucket to do."""
+        """Let other threads or a device begin to compress while this thread works on another bucket."""
         self._parts.vector.start(self.plan)
         self._packing = self._parts.vector.begin_packing(self.step)
         if self.plan.is_active:
             self._begun = self._parts.encoder.begin(self._work(), self._state)
 
     def settle(self) -> None:
-        """Wait for what :meth:`begin` began, if nothing else has."""
+        """Wait for the work that :meth:`begin` has begun, if nothing else has waited for it."""
         begun, self._begun = self._begun, None
         if begun is not None:
             begun()
@@ -163,7 +164,7 @@ class BucketStep:
         messages.finish(count=self.count, nonfinite=nonfinite, joined=joins, absent=absent)
 
     def _work(self) -> list[SegmentWork]:
-        """Return what the kernels do with each sparsified tensor of the bucket."""
+        """Return the kernels' work on each sparsified tensor of the bucket."""
         step, hyper, work = self.step, self.step.hyper, []
         for segment, k in zip(self._parts.bucket.sparse, self.plan.ks, strict=True):
             i = segment.parameter
@@ -184,7 +185,7 @@ class BucketStep:
         return work
 
     def _fill(self, vector: np.ndarray, own: SparseValues | DenseValues) -> None:
-        """Write what this rank sends into the sparsified tensors' part of the vector."""
+        """Write the values that this rank sends into the sparsified tensors' part of the vector."""
         vector[: self._parts.bucket.sparse_size] = 0
         if isinstance(own, SparseValues):
             vector[own.positions] = own.values
@@ -193,7 +194,7 @@ class BucketStep:
             vector[segment.slice] = values
 
     def _gather(self) -> Sequence[Incoming]:
-        """Exchange the messages; returns those of all ranks."""
+        """Exchange the messages; return those of all ranks."""
         parts, stats = self._parts, self.step.stats
         self.is_out = True
         parts.messages.exchange()
@@ -246,14 +247,14 @@ class BucketStep:
     # -- on the caller's thread ----------------------------------------------------------------------------------------
 
     def overflows(self) -> bool:
-        """Return whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
+        """Return whether a result is too large for the narrower type that it is cast to; the same on every rank."""
         self.flagged = self._parts.vector.overflows(self.step, self._state.u)
         return self.flagged
 
     def finish(self, *, refused: bool, left_alone: Collection[int] = ()) -> None:
-        """Write the results of dense tensors and, unless the step is refused, let what was sent leave the residual.
+        """Write the results of dense tensors and, unless the step is refused, take what was sent out of the residual.
 
-        Parameters that no rank has a gradient of (``left_alone``) are as before the step, and their result is 0. In a
+        If no rank has a gradient of a parameter (``left_alone``), its state is restored and its result is 0. In a
         refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
         """
         parts, state, submissions = self._parts, self._state, self.step.submissions
@@ -293,7 +294,7 @@ class BucketStep:
             state.v[segment.slice] -= values
 
     def take_deferred(self) -> EntrySum | None:
-        """Return the sum of entries that was not written, once; the step's gradients are let go."""
+        """Return the sum of entries that was not written, and drop it and the step's gradients."""
         if not self.has_run:
             return None
         for segment in self._segments:
@@ -303,7 +304,7 @@ class BucketStep:
         return deferred
 
     def write_deferred(self) -> None:
-        """Write that sum into the results instead."""
+        """Write the sum of entries into the results."""
         self._write_entries()
         self.take_deferred()
 
@@ -313,7 +314,7 @@ class BucketStep:
             deferred.write(self.step.submissions.results(self._parts.bucket.sparse), self._parts.kernels)
 
     def refusal(self, own: int, names: Sequence[str]) -> str:
-        """Return what a user reads on rank ``own`` about a step that is refused for this bucket's values."""
+        """Return the warning for the user of rank ``own`` about a step that is refused because of this bucket."""
         label = self._parts.transport.label
         if own in self.flagged_by or not self.flagged_by:
             gradients = {s.parameter: self.step.submissions[s.parameter].gradient for s in self._segments}
@@ -329,7 +330,7 @@ class BucketStep:
         )
 
     def _put_back(self) -> None:
-        """Let the state hold again what was kept."""
+        """Restore the state of the parameters in ``kept``."""
         for segment, kept in self.kept.items():
             for held, values in zip(self._state.held(segment), kept, strict=True):
                 held[...] = values
@@ -337,13 +338,13 @@ class BucketStep:
 
 
 def _digest(segments: Iterable[Segment]) -> int:
-    """Return 64 bits that differ between sets of parameters; never 0, which means none."""
+    """Return a 64-bit digest of a set of parameters. It is never 0, which means no parameters."""
     digest = hashlib.blake2b(np.array([s.parameter for s in segments], np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 def _worst(gradient: object) -> float:
-    """Return the largest magnitude, infinity for NaN; -1 for an empty array, or one on a device, which would wait."""
+    """Return the largest magnitude, infinity for NaN; -1 for an empty array, or for one on a device."""
     if not isinstance(gradient, np.ndarray) or not gradient.size:
         return -1.0
     found = max(float(gradient.max()), -float(gradient.min()))

@@ -1,4 +1,4 @@
-"""What a bucket sums densely: dense tensors in every step, all tensors where a dense sum takes fewer bytes."""
+"""The dense sum of a bucket: of dense tensors in every step, of all tensors if a dense sum takes fewer bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dgc.errors import WireError
 
 
 class DenseVector:
-    """The vector of one bucket, on the host: gradients in, their sum over the ranks, results out.
+    """One bucket's vector on the host. It holds gradients, then their sum over the ranks, from which results are made.
 
     Attributes:
         values: (plan.vector_size,) float32, float64 in float64 buckets.
@@ -29,13 +29,13 @@ class DenseVector:
     _parts: Sequence[SegmentWork] = ()
 
     def __init__(self, bucket: Bucket, kernels: Kernels, own_share: float = 1.0, keeps_error: bool = True) -> None:
-        """Allocate nothing yet: memory comes with the first plan that needs it.
+        """Allocate nothing yet; the first plan that needs memory allocates it.
 
         Args:
             bucket: the bucket.
-            kernels: where its u is.
+            kernels: the kernels that own its u.
             own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
-            keeps_error: whether the loss of the small tensors' codec is sent later.
+            keeps_error: whether the error of the small tensors' codec is sent later.
         """
         self._bucket, self._kernels = bucket, kernels
         self._own_share, self._keeps_error = own_share, keeps_error
@@ -44,16 +44,16 @@ class DenseVector:
         self._has_coded = False
 
     def start(self, plan: BucketPlan) -> None:
-        """Begin a step; allocate memory if its plan is another one than before."""
+        """Begin a step; allocate memory if the plan has changed."""
         self._has_coded = False
         if plan is getattr(self, "_plan", None):
             return
-        self._kernels.wait()  # something may still use the memory
+        self._kernels.wait()  # a device may still use the memory
         self._plan = plan
         if plan.vector_size and self.values.size != plan.vector_size:
             self.values = self._kernels.memory.host_array(plan.vector_size, self._bucket.dtype)
         self.segments, self._origin = self._bucket.segments, 0
-        if plan.mode is not Mode.DENSE:  # the sparsified tensors' part, if there is one, is filled by others
+        if plan.mode is not Mode.DENSE:  # the bucket fills the sparsified tensors' part, if there is one
             self.segments, self._origin = self._bucket.dense, self._bucket.sparse_size
         self._dense = self.values[self._origin - plan.vector_start :]
         self._parts = [
@@ -62,10 +62,10 @@ class DenseVector:
             for first in (s.offset - self._origin,)
         ]
 
-    # -- in ----------------------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------------------------
 
     def begin_packing(self, step: Step) -> Callable[[], bool]:
-        """Copy the gradients of dense tensors into the vector, perhaps on a device while the host goes on.
+        """Begin to copy the gradients of dense tensors into the vector.
 
         Returns:
             A function that waits for the copies and returns whether a value is not finite.
@@ -76,9 +76,9 @@ class DenseVector:
         return self._kernels.begin_packing(self._parts, self._dense) if self._parts else lambda: False
 
     def code_small(self, state: BucketState, coded: np.ndarray) -> bool:
-        """Add to small tensors' gradients their residuals, and code them by the plan; returns whether all are finite.
+        """Add residuals to small tensors' gradients, and code them if the plan says so; return whether all are finite.
 
-        The residuals do not change before :meth:`commit`: a step that is refused or fails leaves them as they were.
+        The residuals change only in :meth:`commit`, so a step that is refused or fails does not change them.
         """
         codec = self._plan.small
         if not (state.residual_pending or codec):
@@ -105,7 +105,7 @@ class DenseVector:
     # -- the sum -----------------------------------------------------------------------------------------------------
 
     def add(self, messages: Sequence[Incoming]) -> None:
-        """Replace the parts that were sent inside the messages by their sum."""
+        """Replace the parts that were sent inside messages by their sum over the ranks."""
         if self._plan.small:
             small = self.values[: self._plan.plain_start]
             small.fill(0)
@@ -121,7 +121,7 @@ class DenseVector:
                 plain += message.inline.view(plain.dtype)
 
     def average(self, factor: float) -> bool:
-        """Multiply the sum by ``factor``; returns whether it is finite."""
+        """Multiply the sum by ``factor``; return whether it is finite."""
         values = self.values
         if factor != 1.0:
             values *= values.dtype.type(factor)
@@ -130,10 +130,10 @@ class DenseVector:
             values[: self._bucket.sparse_size] *= values.dtype.type(self._own_share)
         return finite
 
-    # -- out ---------------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     def commit(self, state: BucketState) -> None:
-        """Keep what the small tensors' codec has lost as their residual."""
+        """Store the error of the small tensors' codec as their residual."""
         if self._has_coded:
             state.error[...] = self._lost
             state.residual_pending = self._plan.small is not None
@@ -148,12 +148,12 @@ class DenseVector:
         self._kernels.update(parts, self.values)
 
     def write(self, step: Step, u: Array, *, refused: bool) -> None:
-        """Write the results of dense tensors: momentum SGD on the mean, or in a refused step the mean itself."""
+        """Write the results of dense tensors: momentum SGD applied to the mean, or in a refused step the mean."""
         self._prepare_update(step, refused=refused)
         self._kernels.update(self._parts, self._dense, u[self._origin :])
 
     def overflows(self, step: Step, u: Array) -> bool:
-        """Return whether a result will not fit the narrower type it is cast to (the same answer on every rank)."""
+        """Return whether a result is too large for the narrower type that it is cast to; the same on every rank."""
         self._prepare_update(step, refused=False)
         others = self._bucket.sparse if self._plan.mode is not Mode.DENSE else ()
         written = [
@@ -165,7 +165,7 @@ class DenseVector:
         return self._kernels.exceeds(limited, self._dense, u[self._origin :], written)
 
     def release(self) -> None:
-        """Let the arrays of the step go."""
+        """Drop the references to the step's arrays."""
         for part in self._parts:
             part.gradient = part.parameter = part.result = None
 
@@ -174,7 +174,7 @@ class DenseVector:
         for s, part in zip(self.segments, self._parts, strict=True):
             i, share = s.parameter, 1.0
             if s.offset < self._bucket.sparse_size:
-                share = self._own_share  # of a sparsified tensor the vector has this rank's own share of the mean
+                share = self._own_share  # for a sparsified tensor, the vector holds this rank's share of the mean
             item = submissions[i]
             part.gradient, part.parameter, part.result, part.limit = None, item.parameter, item.result, item.limit
             part.scale = step.loss_scale / share

@@ -1,4 +1,4 @@
-"""How a bucket's sparsified tensors become the payload of a message, and how payloads are read.
+"""Encoders turn a bucket's sparsified tensors into the payload of a message, and read payloads.
 
 :class:`TopKEncoder` sends the k largest accumulated entries of each tensor, as DGC does (Source: arXiv 1712.01887,
 Algorithm 4). :class:`AlgorithmEncoder` lets any other compressor write the payload.
@@ -26,10 +26,10 @@ from dgc.errors import ConfigError
 
 
 class Encoder(ABC):
-    """Codes the sparsified tensors of one bucket. Used by the communication thread alone.
+    """Codes the sparsified tensors of one bucket. Only the communication thread uses it.
 
     Attributes:
-        keeps_residual: whether what is not sent is sent later.
+        keeps_residual: whether entries that are not sent stay in the residual.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Encoder(ABC):
         self._plans: dict[float | None, BucketPlan] = {}
 
     def plan_at(self, density: float | None) -> BucketPlan:
-        """Return how the bucket is sent at a density, None for a dense step. Every rank has the same plan."""
+        """Return the plan for a density, or for None, a dense step. Every rank has the same plan."""
         if density not in self._plans:
             self._plans[density] = self._make_plan(density)
         return self._plans[density]
@@ -52,7 +52,7 @@ class Encoder(ABC):
     # -- a step, whose plan is active ---------------------------------------------------------------------------------
 
     def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection] | None:
-        """Let other threads or a device begin while this thread has another bucket to do, if that is possible.
+        """Let other threads or a device begin, if that is possible, while this thread works on another bucket.
 
         Returns:
             A function for :meth:`encode`; it must be called once, whatever happens.
@@ -69,8 +69,8 @@ class Encoder(ABC):
         Args:
             plan: if its mode is SUM, nothing is written and :meth:`own` is sent instead.
             step: the step.
-            work: what the kernels do with each tensor.
-            state: of the bucket. Nothing else of it changes before the commit.
+            work: the kernels' work on each tensor.
+            state: the bucket's state. Only u, v and the thresholds change before the commit.
             payload: (plan.payload_bytes,) uint8.
             begun: from :meth:`begin`.
 
@@ -79,26 +79,26 @@ class Encoder(ABC):
         """
 
     def catch_up(self, step: Step) -> None:
-        """After an error, make the collectives that the other ranks made in :meth:`encode` and this one did not."""
+        """After an error, call the collectives that the other ranks call in :meth:`encode` and this rank has not."""
         return
 
     @abstractmethod
     def own(self, plan: BucketPlan) -> SparseValues | DenseValues:
-        """Return what was encoded last, as the receivers read it."""
+        """Return the entries of the latest payload, as the receivers decode them."""
 
     @abstractmethod
     def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues | DenseValues:
         """Read a payload with ``count`` entries.
 
         Raises:
-            WireError: it is damaged.
+            WireError: the payload is damaged.
             LayoutError: a position lies in no tensor.
         """
 
     def masks(self, plan: BucketPlan, count: int) -> bool:
-        """Return whether u is set to 0 where ``count`` entries were sent, which forgets stale momentum.
+        """Return whether u is set to 0 at the ``count`` entries that were sent, to forget stale momentum.
 
-        If all entries are sent none is stale: sparsity 0 is dense training.
+        If all entries are sent, no momentum is stale.
         """
         return self._config.masks and count < self._elements
 
@@ -163,9 +163,9 @@ class TopKEncoder(Encoder):
 
 
 class AlgorithmEncoder(Encoder):
-    """Accumulates, then lets a compressor write the payload.
+    """Accumulates gradients, then lets a compressor write the payload.
 
-    A compressor may need the largest of all ranks of some numbers before it can encode: they cost an allreduce.
+    A compressor may need the largest of some numbers over the ranks before it can encode. This costs an allreduce.
     """
 
     def __init__(
@@ -284,19 +284,19 @@ def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport
 
 
 def runs_on_devices(config: DGCConfig) -> bool:
-    """Return whether the compressor works on a GPU's own memory; others get copies in host memory."""
+    """Return whether the compressor can work on a GPU's memory. Others get copies in host memory."""
     row = compressor_class(config.algorithm)
     return is_unchanged(row) and row.is_plain_selection(config)
 
 
-# What a compressor may define and still encode as the one that it derives from.
+# A compressor may define these names and still encode as its base class does.
 _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl")
 
 
 def is_unchanged(row: type[Algorithm]) -> bool:
     """Return whether a compressor encodes as one of this package does, so that the kernels' selection may replace it.
 
-    A user's class may derive from one of ours and change what is sent: then its own methods have to be called.
+    A user's class may derive from such a compressor and change what is sent. Then its own methods must be called.
     """
     for each in row.__mro__:
         if vars(each).get("number") in OWN_NUMBERS:

@@ -1,4 +1,4 @@
-"""The sum over the ranks of the entries that they sent."""
+"""The sum of the entries that all ranks have sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dgc.core.layout import Bucket
 
 @dataclass(frozen=True, slots=True)
 class EntrySum:
-    """The result of a bucket's sparsified tensors, without its zeros.
+    """The results of a bucket's sparsified tensors, without the zeros.
 
     Attributes:
         bucket: the bucket.
@@ -30,7 +30,7 @@ class EntrySum:
     @classmethod
     def of(cls, bucket: Bucket, entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> EntrySum:
         """Add up the ranks' (positions, values) in rank order, times ``factor``."""
-        from dgc.core.kernels.cpu import add_up  # which loads Numba
+        from dgc.core.kernels.cpu import add_up  # this import loads Numba
 
         positions, values = add_up(entries, factor)
         return cls(bucket, positions, values, bucket.bounds(positions))

@@ -1,4 +1,4 @@
-"""The exchange of a model's gradients on one rank, during the backward pass: gradients in, averaged results out."""
+"""The exchange of a model's gradients on one rank. It runs during the backward pass and returns averaged results."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ class Exchange:
         state: u, v and the step counter of this rank.
         latest: the latest step: its stage and its error.
         stats: bytes, densities and seconds.
-        loss_scale: a float or a callable, which is asked once per step, with the first gradient. The callable may
-            return another callable, which is asked on the communication thread: then no hook waits for a scale that
+        loss_scale: a float or a callable, which is called once per step, at the first gradient. The callable may
+            return another callable, which is called on the communication thread. So no hook waits for a scale that
             comes from a device.
-        joined: rank -> its flags, of the ranks that took part in the latest step without data.
-        left_alone: parameters of which no rank had a gradient in the latest step: their u and v are as before it.
-        on_joined: called with a step in which some ranks took part without data, before it finishes; may be collective.
-        selects_from: the first step in which not everything is sent; None if everything is sent in all steps.
+        joined: the flags, by rank, of the ranks that took part in the latest step without data.
+        left_alone: parameters without a gradient on any rank in the latest step; it has not changed their u and v.
+        on_joined: called with a step in which some ranks took part without data, before it finishes. The call may be
+            collective.
+        selects_from: the first step in which only some entries are sent; None if all steps send all entries.
     """
 
     on_joined: Callable[[Step], None] | None = None
@@ -76,7 +77,7 @@ class Exchange:
 
     @property
     def in_step(self) -> bool:
-        """Whether gradients of a step have come in that :meth:`finish` has not ended."""
+        """Whether a step has begun and :meth:`finish` has not ended it."""
         return self.latest.under_way
 
     def begin(self, options: StepOptions = AS_BUILT) -> Step:
@@ -84,13 +85,13 @@ class Exchange:
 
         Raises:
             DGCError: no step can begin; see :meth:`LatestStep.require_usable`.
-            LayoutError: one is under way, since an exception has ended it here. All ranks get it.
+            LayoutError: the last step has not ended, perhaps because of an exception. All ranks get this error.
         """
         self.latest.require_usable()
         if self.in_step:
             self.fail(
                 LayoutError(
-                    "a step begins while another one is under way; where an exception has ended that one, call reset() "
+                    "a step begins while another one is under way; if an exception has ended that one, call reset() "
                     "on all ranks before the next one"
                 )
             )
@@ -127,19 +128,20 @@ class Exchange:
         *,
         absent: bool = False,
     ) -> None:
-        """Hand over one parameter's gradient of this step; its bucket starts when it was the last one.
+        """Give one parameter's gradient of this step to the exchange. The last gradient of a bucket starts the bucket.
 
         Args:
             index: the parameter's place in the layout.
-            gradient: (numel,) float16, float32 or float64, contiguous; must stay unchanged until :meth:`finish`.
+            gradient: (numel,) float16, float32 or float64, contiguous; it must not change until :meth:`finish`.
             result: (numel,) float32 (float64 in float64 buckets), contiguous; may be the gradient's memory.
-            parameter: (numel,) the parameter's values; needed when its weight decay is not 0.
-            limit: largest finite value of the type that the result will be cast to, if narrower than float32.
+            parameter: (numel,) the parameter's values; needed if its weight decay is not 0.
+            limit: the largest finite value of the type that the result will be cast to, if narrower than float32.
             ready: for arrays on a device, see :class:`~dgc.core.exchange.step.Submission`.
-            absent: this rank has no gradient, and hands over zeros; see :attr:`left_alone`.
+            absent: this rank has no gradient, and gives zeros; see :attr:`left_alone`.
 
         Raises:
-            LayoutError: wrong length, or the parameter was already submitted in this step. All ranks get it.
+            LayoutError: the length is wrong, or the parameter was submitted before in this step. All ranks get this
+                error.
         """
         self.latest.require_usable()
         built = self.layout.parameters[index]
@@ -159,10 +161,10 @@ class Exchange:
             self.fail(error, index)
 
     def fail(self, error: DGCError, parameter: int | None = None) -> NoReturn:
-        """Report to all ranks that this one cannot go on, and raise the error here afterwards.
+        """Report an error of this rank to all ranks, and raise it.
 
-        When all buckets are through, the others finish the step; the error reaches them in the next one, if this rank
-        takes part in it.
+        If all buckets have run already, the other ranks finish the step. They get the error in the next step, if this
+        rank takes part in it.
 
         Raises:
             DGCError: always; ``error``, or the error of another rank that failed before.
@@ -181,7 +183,7 @@ class Exchange:
         raise latest.fail(error)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all buckets of the step are through; returns False if ``timeout`` seconds did not suffice."""
+        """Wait until all buckets of the step have run; return False if that takes more than ``timeout`` seconds."""
         step = self.latest.step
         if step is None:
             return True
@@ -194,22 +196,23 @@ class Exchange:
         return done
 
     def finish(self) -> bool:
-        """Wait until all buckets are through, write the results of dense tensors, and commit the step.
+        """Wait until all buckets have run, write the results of dense tensors, and commit the step.
 
-        What was sent leaves the residual. When every rank has joined, nobody had a gradient: the exchange is undone.
+        To commit means to take what was sent out of the residual. If every rank has joined, nobody had a gradient, and
+        the exchange is undone.
 
         Returns:
-            True when the step was refused because a rank met a non-finite value: the gradient stays in the residual,
-            the flagged results are NaN, and the schedule has not advanced.
+            True if the step was refused because a rank met a value that is not finite. Then the gradient stays in the
+            residual, the flagged results are NaN, and the schedule has not advanced.
 
         Raises:
-            LayoutError: a gradient is missing. All ranks get it.
+            LayoutError: a gradient is missing. All ranks get this error.
             DGCError: this rank or another one failed.
         """
         latest = self.latest
         latest.require_usable()
         if latest.announced is not None and latest.failure_pending:
-            # It came too late for its step: the others are in the next one.
+            # The error came too late for its step: the others are in the next one.
             self.fail(*latest.announced)
         if (missing := self.missing()) and latest.announced is None and latest.error is None:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -238,7 +241,7 @@ class Exchange:
         return refused
 
     def _end_step(self, step: Step) -> bool:
-        """Refuse or commit the step in each bucket; returns whether it is refused."""
+        """Refuse or commit the step in each bucket; return whether it is refused."""
         buckets = [each.at for each in self._buckets]
         flagged = [bucket for bucket in buckets if bucket.flagged]
         if not flagged and step.has_limits:
@@ -251,9 +254,9 @@ class Exchange:
         return bool(flagged)
 
     def _absent_everywhere(self, step: Step, buckets: list[BucketStep]) -> set[int]:
-        """Return the parameters of which no rank has a gradient.
+        """Return the parameters that have no gradient on any rank.
 
-        Collective if all ranks lack some in a bucket, and not the same ones.
+        This is collective if in some bucket every rank lacks gradients, but not the same ones.
         """
         lacking = [bucket for bucket in buckets if all(bucket.absent)]
         own = {s.parameter for bucket in lacking for s in bucket.kept}
@@ -265,23 +268,23 @@ class Exchange:
         return {int(i) for i in np.flatnonzero(rows.all(axis=0))}
 
     def missing(self) -> list[int]:
-        """Return the parameters whose gradients of the step under way were not given."""
+        """Return the parameters whose gradients were not given in the current step."""
         given = () if self.latest.step is None else self.latest.step.submissions
         return sorted(set(range(len(self.layout.parameters))).difference(given))
 
     def deferred(self) -> list[EntrySum]:
-        """Return the sums of entries of the latest step that were not written; only once."""
+        """Return the latest step's sums of entries that were not written, and drop them."""
         return [total for each in self._buckets if (total := each.at.take_deferred()) is not None]
 
     def write_deferred(self) -> None:
-        """Write those sums into the results instead; the arrays that were given must still be there."""
+        """Write the sums of entries into the results, whose arrays must still exist."""
         for each in self._buckets:
             each.at.write_deferred()
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def require_between_steps(self, what: str) -> None:
-        """Refuse a call that would use the transport, or read the state, in the middle of a step."""
+        """Refuse, in the middle of a step, a call that uses the transport or reads the state."""
         if self.in_step:
             raise LayoutError(
                 f"{what} was called while a step is under way; call it after step() or synchronize() or, if an "
@@ -289,19 +292,19 @@ class Exchange:
             )
 
     def require_whole(self, what: str) -> None:
-        """Refuse to save the state in the middle of a step, or after a step that failed: half of it is in the state."""
+        """Refuse to save the state in the middle of a step, or after a failed step, half of which is in the state."""
         self.require_between_steps(what)
         latest = self.latest
         if latest.failure_pending or latest.stage is Stage.FAILED:
             cause = latest.error or (latest.announced or ["?"])[0]
             raise LayoutError(
-                f"{what} was called after a step that failed ({cause}), whose gradients are half in this rank's "
-                "momentum and residuals; go on from the last checkpoint, or call reset() on all ranks, which drops "
+                f"{what} was called after a step that failed ({cause}), of which this rank's momentum and residuals "
+                "hold only some gradients; load the last checkpoint, or call reset() on all ranks, which drops "
                 "momentum and residuals, and save then"
             )
 
     def residual_norm(self) -> float:
-        """Return the L2 norm of what this rank has not sent yet."""
+        """Return the L2 norm of the gradients that this rank has not sent yet."""
         return self.state.residual_norm()
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,12 +313,12 @@ class Exchange:
         return {**self.state.to_dict(), **self.transport.rank_info(), "op": self.config.op}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned on the same rank of as many ranks.
+        """Load a state that :meth:`state_dict` returned on the same rank, in a job of the same size.
 
-        All ranks must load together. A step that an exception left half done is abandoned.
+        All ranks must load at the same time. An unfinished step is abandoned.
 
         Raises:
-            LayoutError: it belongs to another layout, rank, number of ranks or op; the state was not changed.
+            LayoutError: it belongs to another layout, rank, number of ranks or op. The state has not changed.
         """
         self.abandon()
         require_place(saved, op=self.config.op, **self.transport.rank_info())
@@ -330,13 +333,13 @@ class Exchange:
         self.stats = Stats()
 
     def abandon(self) -> bool:
-        """Leave a half-done or broken step behind; all ranks must call it.
+        """Give up an unfinished or broken step. All ranks must call it.
 
         Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused.
 
         Returns:
-            Whether all ranks had handed over all their gradients, and none an error: all buckets have run of a step
-            that is half done, or of one whose error came too late.
+            Whether all buckets of the unfinished step have run, or of a step whose error came too late. If so, all
+            ranks had given all their gradients.
         """
         given_up = RemoteError("the step was given up by reset() or load_state_dict()")
         with self.latest.lock:
@@ -350,17 +353,17 @@ class Exchange:
         return through
 
     def close(self) -> bool:
-        """End the communication thread; False if the transport must not be closed: see :meth:`Pipeline.close`."""
+        """End the communication thread; return False if the transport must stay open: see :meth:`Pipeline.close`."""
         return self._pipeline.close()
 
     def _weight(self) -> float:
-        """Return the factor of this step's gradients; results are divided by the number of all ranks."""
+        """Return the factor of this step's gradients, because results are divided by the number of all ranks."""
         ranks, joined = self.transport.size, len(self.joined)
         by_training = any(f & Flags.BY_TRAINING for f in self.joined.values())
         return ranks / (ranks - joined) if by_training and self.config.op == "average" and joined < ranks else 1.0
 
     def _warn_of_refusal(self, bucket: BucketStep) -> None:
-        """Warn once, if no GradScaler skips the step: on ranks that met the value, and on rank 0."""
+        """Warn once, on rank 0 and the ranks that met the value. It is called if no GradScaler skips the step."""
         ranks, own = bucket.flagged_by, self.transport.rank
         inside = self.transport.inside
         if not (self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank)):

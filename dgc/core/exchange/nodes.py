@@ -1,6 +1,6 @@
-"""Ranks that send as one: their gradients are added up within their node before they are compressed.
+"""Nodes whose ranks send as one: the ranks add up their gradients within the node before they compress.
 
-Then every rank of a node holds the same sum and makes the same message, of which one copy travels. For the compressor a
+Then every rank of a node has the same sum and makes the same message, and one copy of it is sent. For the compressor a
 node is a rank: P is the number of nodes.
 """
 
@@ -22,10 +22,10 @@ Announced = tuple[DGCError, int | None]
 
 
 class NodeSums:
-    """Adds up gradients within this rank's node, in host memory, and lets its ranks fail together."""
+    """Adds up gradients within this rank's node, in host memory, and tells the node's ranks each other's errors."""
 
     def __init__(self, config: DGCConfig, kernels: Any, transport: Transport) -> None:
-        """Take the kernels that read the gradients, and the transport among nodes. Local: no communication."""
+        """``kernels`` read the gradients; ``transport`` connects the nodes."""
         inside, place = transport.inside, transport.rank_info()
         assert inside is not None, "the transport connects nodes"
         self._inside = inside
@@ -33,15 +33,15 @@ class NodeSums:
         self._kernels = kernels
         self._on_device = kernels.on_device
         self._memory = kernels.memory
-        # With an average, the nodes' mean is the mean of all ranks, however many ranks each node has.
+        # With an average, this factor makes the nodes' mean the mean of all ranks, even if nodes differ in size.
         self._factor = place["nodes"] / place["size"] if config.op == "average" else 1.0
         self._sums: dict[int, np.ndarray] = {}
         self._vectors: dict[int, Any] = {}  # the same on a device
 
     def agree(self, own: Announced | None, step: Step, buckets: Sequence[Bucket]) -> Announced | None:
-        """Return the error of the node's first rank that has announced one, and its parameter. Collective.
+        """Return the error, and its parameter, of the first rank in the node that has announced one. Collective.
 
-        A parameter of these buckets is absent from now on only if no rank of the node has a gradient of it.
+        Afterwards a parameter of these buckets counts as absent only if no rank of the node has its gradient.
         """
         absent = step.submissions.absent
         places = [s.parameter for bucket in buckets for s in bucket.segments]
@@ -59,16 +59,16 @@ class NodeSums:
         return failure, concerned
 
     def collect(self, step: Step, bucket: Bucket) -> None:
-        """Copy this rank's gradients of a complete bucket to host memory. Local: no communication."""
+        """Copy this rank's gradients of a complete bucket to host memory. Asks no other rank."""
         gradients = [item.gradient for item in step.submissions.of(bucket.segments)]
         host = self._sum_of(bucket)
-        if self._on_device:  # now, while a rank without memory can still say so
+        if self._on_device:  # allocate here, where a rank without memory can still report its error
             self._vector_of(bucket)
         for segment, gradient in zip(bucket.segments, gradients, strict=True):
             host[segment.slice] = self._from(gradient)
 
     def add_up(self, step: Step, bucket: Bucket) -> None:
-        """Replace this rank's gradients, which were collected, by the node's sum. Collective."""
+        """Replace this rank's collected gradients by the node's sum. Collective."""
         summed: Any = self._sum_of(bucket)
         self._inside.allreduce(summed, "sum")
         if self._factor != 1.0:
@@ -83,7 +83,7 @@ class NodeSums:
     def _sum_of(self, bucket: Bucket) -> np.ndarray:
         if bucket.index not in self._sums:
             self._sums[bucket.index] = self._memory.host_array(bucket.size, bucket.dtype)
-            self._sums[bucket.index].fill(0.0)  # between tensors
+            self._sums[bucket.index].fill(0.0)  # the padding between tensors stays 0
         return self._sums[bucket.index]
 
     def _vector_of(self, bucket: Bucket) -> Any:
@@ -93,5 +93,5 @@ class NodeSums:
 
     def _from(self, gradient: Any) -> np.ndarray:
         host: np.ndarray = self._memory.to_host(gradient) if self._on_device else gradient
-        # Bfloat16 arrives as its bits: the upper half of a float32.
+        # bfloat16 arrives as its bits, which are the upper half of a float32.
         return (host.astype(np.uint32) << 16).view(np.float32) if host.dtype == np.uint16 else host

@@ -23,30 +23,30 @@ from dgc.errors import DGCError, RemoteError, StallError, TransportError
 
 
 def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> list[float]:
-    """Return factors that bring each gradient's L2 norm to at most ``threshold * sqrt(ranks)``.
+    """Return factors that reduce each gradient's L2 norm to at most ``threshold * sqrt(ranks)``.
 
-    The paper scales its threshold by N^(-1/2) for gradients already divided by N; on an undivided gradient
-    that is ``||g|| <= c * sqrt(N)``.
+    The paper scales its threshold by N^(-1/2), for gradients that are divided by N already. For a gradient that is not
+    divided, this means ``||g|| <= c * sqrt(N)``.
 
     Args:
         sums_of_squares: (S,) float64 of the gradients as they arrived.
         threshold: c > 0.
         ranks: N.
-        scale: factor of the gradients before their norm counts (1 / loss scale).
+        scale: the gradients are multiplied by this (1 / loss scale) before their norm is compared.
 
     Source: arXiv 1712.01887, section 3.2; Paddle's dgc_clip_by_norm.
     """
     limit = threshold * math.sqrt(ranks)
-    # S is small, and the caches hold gradients: half a dozen NumPy calls would take longer.
+    # For a small S this is faster than half a dozen NumPy calls.
     return [limit / n if (n := math.sqrt(s) * scale) > limit else 1.0 for s in sums_of_squares.tolist()]
 
 
 class Clipping:
-    """Fills in a step's clipping factors, bucket by bucket or at once.
+    """Computes a step's clipping factors, bucket by bucket or for all buckets together.
 
     Attributes:
-        needs_all_gradients: whether one norm is taken over all gradients, so that no bucket may start before all are
-            in.
+        needs_all_gradients: whether one norm is taken over all gradients, so that no bucket may start before all
+            gradients have arrived.
     """
 
     def __init__(self, config: DGCConfig, kernels: Kernels, ranks: int) -> None:
@@ -56,7 +56,10 @@ class Clipping:
         self.needs_all_gradients = self.threshold is not None and config.clip_scope == "global"
 
     def fill_in(self, step: Step, buckets: Iterable[Bucket]) -> None:
-        """Clip the gradients of ``buckets``, or once all of them; a dense step is clipped globally or not at all."""
+        """Set the factors of ``buckets``, or with a global norm once those of all gradients.
+
+        A dense step is clipped globally or not at all.
+        """
         if self.threshold is None:
             return
         chosen: Iterable[int] = range(len(step.scales))
@@ -72,11 +75,11 @@ class Clipping:
             step.scales[i] *= factor
 
 
-# Seconds that closing waits for a collective under way: it never ends if a rank is gone.
+# Seconds that close() waits for a running collective, which never ends if a rank is gone.
 _CLOSE_PATIENCE = 5.0
 
-# Seconds until the caller must have taken the error about a missing rank. The caller may wait for that rank as well, in
-# a collective of Horovod's that nothing ends.
+# Seconds that the caller has to raise the error about a missing rank; then the job is ended. The caller itself may wait
+# for that rank, in a collective of Horovod that never ends.
 _STALL_PATIENCE = 10.0
 
 
@@ -92,7 +95,7 @@ class Pipeline:
         transport: Transport,
         nodes: NodeSums | None = None,
     ) -> None:
-        """Take the parts of an exchange: ``buckets`` in their order, and ``nodes`` if several ranks send as one."""
+        """``buckets`` are in the order in which they run; ``nodes`` is given if several ranks send as one."""
         self._buckets, self._clipping, self._kernels = buckets, clipping, kernels
         self._latest, self._transport, self._nodes = latest, transport, nodes
         self._prepared = self._clipped = self._summed = 0  # numbers of buckets
@@ -114,8 +117,8 @@ class Pipeline:
         """End the thread.
 
         Returns:
-            False if it still waits for another rank inside the transport, or runs in the process that this one was
-            forked from: the transport must then not be closed.
+            False if the transport must not be closed: the thread still waits there for another rank, or belongs to the
+            process that this one was forked from.
         """
         if self._latest.in_child:
             return False
@@ -156,7 +159,7 @@ class Pipeline:
                     latest.enter(Event.RUN)
 
     def _run_step(self) -> bool:
-        """Run all buckets; returns False if the exchange was closed before that."""
+        """Run all buckets; return False if the exchange was closed before the end."""
         step = self._latest.step
         assert step is not None, "a step has begun"
         if step.coming_scale is not None and (refused := step.await_scale(step.coming_scale)) is not None:
@@ -171,7 +174,7 @@ class Pipeline:
         return True
 
     def _wait_for_gradients(self, step: Step, index: int) -> bool:
-        """Wait for a bucket's gradients, with global clipping for those of all; returns False if closed."""
+        """Wait for a bucket's gradients, or with global clipping for all; return False if the exchange was closed."""
         latest, missing, last = self._latest, step.submissions.missing, index == len(self._buckets) - 1
         needs_all = self._clipping.needs_all_gradients
         with latest.lock:
@@ -196,7 +199,7 @@ class Pipeline:
             except Exception as error:
                 no_message_follows = index == len(self._buckets) - 1 or bucket.plan.allreduces
                 if bucket.is_out and (isinstance(error, DGCError) or no_message_follows):
-                    raise  # the others see it in the messages as well, or cannot hear of it in this step
+                    raise  # the others meet the same error in the messages, or cannot be told in this step
                 latest.announce(_as_dgc_error(error))
                 if bucket.is_out:
                     return  # the message of the next bucket tells the others
@@ -212,7 +215,7 @@ class Pipeline:
             raise
 
     def _add_up(self, step: Step, index: int, nodes: NodeSums) -> Announced | None:
-        """Add up the gradients of the node's ranks; returns the error for which one cannot go on."""
+        """Add up the gradients of the node's ranks; return an error that one of them has announced."""
         stop = len(self._buckets) if self._clipping.needs_all_gradients else index + 1
         buckets = self._buckets[max(index, self._summed) : stop]
         since = time.perf_counter()
@@ -232,7 +235,7 @@ class Pipeline:
         return announced
 
     def _prepare(self, step: Step, index: int) -> None:
-        """Clip a bucket and let others begin with it, unless that has been done; the buckets before it are prepared."""
+        """Clip a bucket and begin to compress it, unless that was done before. Buckets are prepared in order."""
         if index < self._prepared:
             return
         if self._postponed is not None:
@@ -253,9 +256,9 @@ class Pipeline:
         self._prepared = index + 1
 
     def _prepare_following(self, step: Step, index: int) -> None:
-        """Prepare the bucket after ``index``, if that is any use and its gradients are there; on a device all such."""
+        """Prepare the bucket after ``index`` if its gradients have arrived; on a device, also later buckets."""
         if not self._kernels.overlaps or self._nodes is not None:
-            return  # which gradients are there differs between the ranks of a node
+            return  # with nodes: the ranks of a node may differ in the gradients that have arrived
         stop = index + 1
         while stop < len(self._buckets) and not step.submissions.missing[stop]:
             stop += 1
@@ -263,13 +266,13 @@ class Pipeline:
             for following in range(index + 1, stop if self._kernels.on_device else min(stop, index + 2)):
                 self._prepare(step, following)
         except Exception as error:
-            # Raised when it is that bucket's turn and the other ranks can be told. The bucket is not prepared again:
-            # that would add its gradients to u and v twice if they have changed.
+            # Raise it at that bucket's turn, when the other ranks can be told. Do not prepare the bucket again, because
+            # its gradients would be added to u and v twice.
             self._postponed = error
 
 
 def quiet() -> np.errstate:
-    """Return a context in which NumPy does not warn of overflow: the exchange finds it, and refuses the step."""
+    """Return a context without NumPy's warnings about overflow; the exchange finds it and refuses the step."""
     return np.errstate(over="ignore", invalid="ignore")
 
 

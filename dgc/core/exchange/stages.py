@@ -1,4 +1,4 @@
-"""The stages of a step, and what two threads share of it: its stage, its error and the lock."""
+"""The stages of a step, and the object through which two threads share its stage and its error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from dgc.core.exchange.step import Step
 from dgc.errors import DGCError, RemoteError, TransportError
 
-# How often this process was forked; reading the process' number before every gradient would cost more.
+# How often this process was forked. Calling getpid() before every gradient would take longer.
 _forks = 0
 
 
@@ -67,11 +67,11 @@ class LatestStep:
     """The latest step of one exchange, shared by the caller's thread and the communication thread.
 
     Attributes:
-        lock: guards all of this; it is notified of every change.
+        lock: guards all attributes, and is notified of every change.
         stage: the stage of the step.
         step: the step, while it is under way.
-        error: the error that ended it, in the stages BROKEN and FAILED.
-        announced: an error of this rank, and the parameter it concerns, which its next message carries.
+        error: the error that ended the step, in the stages BROKEN and FAILED.
+        announced: an error of this rank, for its next message, and the parameter that it concerns.
         closed: whether the exchange was closed.
     """
 
@@ -86,7 +86,7 @@ class LatestStep:
 
     @property
     def in_child(self) -> bool:
-        """Whether this is a fork of the process that exchanges: no thread runs here, and the lock may be held."""
+        """Whether this process was forked from the one that exchanges. No thread runs here; the lock may be held."""
         return self._process != _forks
 
     @property
@@ -96,7 +96,7 @@ class LatestStep:
 
     @property
     def failure_pending(self) -> bool:
-        """Whether an error came too late for its step; the first message of the next one carries it."""
+        """Whether an error came too late for its step; the first message of the next step carries it."""
         return self.announced is not None and not self.under_way and self.stage is not Stage.FAILED
 
     def require_usable(self) -> None:
@@ -114,7 +114,7 @@ class LatestStep:
             )
 
     def wait_until_raised(self, timeout: float) -> bool:
-        """Wait until the error of a broken step was raised; False if ``timeout`` seconds did not suffice."""
+        """Wait until the error of a broken step was raised; return False after ``timeout`` seconds."""
         with self.lock:
             return self.lock.wait_for(lambda: self.stage is not Stage.BROKEN or self.closed, timeout)
 
@@ -135,19 +135,19 @@ class LatestStep:
         self.step = step
 
     def announce(self, error: DGCError, parameter: int | None = None) -> None:
-        """Have the next message carry an error of this rank; the first one counts."""
+        """Let the next message carry an error of this rank, unless there was an earlier one."""
         with self.lock:
             self.announced = self.announced or (error, parameter)
             self.lock.notify_all()
 
     def break_off(self, error: DGCError) -> None:
-        """End the exchange by an error, of all ranks or of this one; the first one counts."""
+        """End the exchange because of an error. If there are several, the first one is kept."""
         with self.lock:
             self.error = self.error or error
             self.enter(Event.BREAK)
 
     def fail(self, error: DGCError) -> DGCError:
-        """End the step by an error; returns the first error, to be raised."""
+        """End the step because of an error; return the first error, which the caller must raise."""
         self.break_off(error)
         self.enter(Event.RAISE)
         return self.error or error

@@ -1,4 +1,4 @@
-"""The counters of an exchange, as a user reads them in ``compression.stats``."""
+"""The counters of an exchange, which users read in ``compression.stats``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SECONDS = {"compress": 0.0, "exchange": 0.0, "apply": 0.0, "wait": 0.0}
 
 @dataclass
 class StepStats:
-    """The counters of one step, or their sum over several. Bytes are those that this rank gave to collectives or got.
+    """This rank's counters of one step, or their sum over several steps.
 
     Attributes:
-        bytes_sent: every byte given to a collective, headers, dense tensors and padding included.
-        bytes_received: every byte that collectives returned from other ranks.
-        dense_bytes: bytes that a dense exchange of the same gradients would have given to allreduce (4 an element, 8
+        bytes_sent: all bytes given to collectives, with headers, dense tensors and padding.
+        bytes_received: all bytes that collectives returned from other ranks.
+        dense_bytes: bytes that a dense exchange of the same gradients would have given to allreduce (4 per element, 8
             for float64).
-        entries_sent: sparsified entries selected on this rank.
-        sparse_elements: elements of the sparsified tensors, those of a dense step included.
-        small_bytes: the part of ``bytes_sent`` for tensors that were sent dense beside sparsified ones.
+        entries_sent: sparsified entries that this rank has selected.
+        sparse_elements: elements of the sparsified tensors, also in dense steps.
+        small_bytes: the part of ``bytes_sent`` for tensors that were sent dense in a sparsified step.
         seconds: by phase: "compress", "exchange" and "apply" on the communication thread, "wait" on the caller's.
     """
 
@@ -36,12 +36,12 @@ class StepStats:
 
     @property
     def ratio(self) -> float:
-        """Dense bytes over bytes sent."""
+        """Dense bytes divided by bytes sent."""
         return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
     def density(self) -> float:
-        """Share of the sparsified tensors' entries that was sent."""
+        """The share of the sparsified tensors' entries that was sent."""
         return self.entries_sent / self.sparse_elements if self.sparse_elements else 0.0
 
     def add(self, other: StepStats) -> None:
@@ -57,7 +57,7 @@ class StepStats:
         self.bytes_received += nbytes
 
     def lap(self, phase: str, since: float) -> float:
-        """Count the seconds since ``since``, a time of ``perf_counter()``; returns the time now."""
+        """Count the seconds since ``since``, a time of ``perf_counter()``; return the time now."""
         now = time.perf_counter()
         self.seconds[phase] += now - since
         return now
@@ -72,11 +72,11 @@ class Stats:
     """The object ``compression.stats``.
 
     Attributes:
-        steps: steps exchanged, refused ones included.
-        refused_steps: steps that met a value that is not finite.
-        last: the latest step.
+        steps: the number of exchanged steps, also refused ones.
+        refused_steps: the number of steps that met a value that is not finite.
+        last: the latest step's counters.
         total: the sum over all steps since construction or ``reset()``.
-        beside: bytes that an adapter gives to collectives of its own in the step under way, for example placeholders.
+        beside: bytes that an adapter gives to its own collectives in the current step, for example placeholders.
     """
 
     steps: int = 0
@@ -95,7 +95,7 @@ class Stats:
         self.total.add(step)
 
     def add_sent(self, count: int) -> None:
-        """Add bytes that an adapter gave to collectives of its own after the latest step."""
+        """Add bytes that an adapter gave to its own collectives after the latest step."""
         self.last.bytes_sent += count
         self.total.bytes_sent += count
 

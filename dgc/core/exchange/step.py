@@ -1,4 +1,4 @@
-"""One training step: the gradients and options that a caller hands over, and the data that all its buckets share."""
+"""One training step: the caller's gradients and options, and the data that all buckets share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Submission:
 
     Attributes:
         gradient: the gradient, or zeros if it is ``absent``.
-        result: may be the gradient's memory: it is written after the gradient was read for the last time.
+        result: the result. It may share the gradient's memory, because it is written after the gradient's last use.
         parameter: the parameter's values, if its weight decay is not 0.
-        limit: the largest finite value of the type that the result will be cast to, if that is a narrower one.
-        ready: for arrays on a device. ``stream`` (comparable) is the stream on which they are made. ``record()``
-            returns an event behind everything that was enqueued there, with its CUDA handle as ``handle``.
+        limit: the largest finite value of the type that the result will be cast to, if that type is narrower.
+        ready: for arrays on a device. ``stream`` (comparable) is the stream on which they are computed. ``record()``
+            returns an event after all work enqueued there, with its CUDA handle as ``handle``.
         absent: whether this rank has no gradient.
     """
 
@@ -42,9 +42,9 @@ class Submissions(dict[int, Submission]):
     """The gradients of one step by parameter, as they arrive. The caller holds the exchange's lock.
 
     Attributes:
-        missing: by bucket, how many of its gradients have not arrived.
-        absent: parameters without a gradient on this rank.
-        events: by complete bucket, the events to wait for before a device reads its gradients.
+        missing: for each bucket, the number of gradients that have not arrived.
+        absent: the parameters without a gradient on this rank.
+        events: for each complete bucket, the events to wait for before a device reads its gradients.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -63,7 +63,7 @@ class Submissions(dict[int, Submission]):
         return [self[segment.parameter].result for segment in segments]
 
     def add(self, parameter: int, item: Submission) -> bool:
-        """Take one in; returns whether it completes its bucket."""
+        """Add a submission; return whether it completes its bucket."""
         if parameter in self:
             raise LayoutError(
                 f"the gradient of {self._layout.parameters[parameter].name!r} was given twice in one step; call "
@@ -75,11 +75,11 @@ class Submissions(dict[int, Submission]):
             self.absent.add(parameter)
         completes = self.missing[bucket] == 1
         if completes and item.ready is not None:
-            # One event for each stream: it comes after everything that the stream was given before.
+            # One event per stream is enough: it comes after all work that the stream was given before.
             members = self.of(self._layout.buckets[bucket].segments)
             streams = {m.ready.stream: m.ready for m in members if m.ready is not None}
             self.events[bucket] = [ready.record() for ready in streams.values()]
-        self.missing[bucket] -= 1  # last: the communication thread looks at it without the lock
+        self.missing[bucket] -= 1  # at the end, because the communication thread reads it without the lock
         return completes
 
 
@@ -90,9 +90,9 @@ class Hyper:
     The core does not use learning rates; the ranks must share them.
 
     Attributes:
-        gain: factor of a clipped gradient before it is added to u: 1, or less if u is a running mean.
-        learning_rates: of the optimizer's parameter groups, if the adapter knows them.
-        restored: whether residuals and momentum were dropped before this step, since a state was loaded into the
+        gain: the factor of a clipped gradient before it is added to u: 1, or less if u is a running mean.
+        learning_rates: those of the optimizer's parameter groups, if the adapter knows them.
+        restored: whether residuals and momentum were dropped before this step, because a state was loaded into the
             optimizer.
     """
 
@@ -113,7 +113,7 @@ class Hyper:
     def digest(self) -> int:
         """Return a 64-bit digest of all values.
 
-        Of learning rates it takes 6 digits: processors of different kinds may compute the last ones differently.
+        Only 6 digits of learning rates count, because different processors may compute different last digits.
         """
         table = np.array([self.momentum, self.nesterov, self.weight_decay, self.gain], dtype=np.float64)
         rates = " ".join(map("{:.5e}".format, self.learning_rates)).encode() + b" restored" * self.restored
@@ -121,22 +121,22 @@ class Hyper:
 
     @classmethod
     def uniform(cls, count: int, config: DGCConfig) -> Hyper:
-        """Return the config's values for every parameter, 0 in place of None."""
+        """Return the config's values for every parameter, with 0 in place of None."""
         momentum, decay = [config.momentum or 0.0] * count, [config.weight_decay or 0.0] * count
         return cls(momentum, [bool(config.nesterov)] * count, decay, [1.0] * count)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """Options of one step, which the caller of an exchange chooses before its first gradient.
+    """Options of one step, which the caller of an exchange chooses before the first gradient.
 
     Attributes:
         hyper: momentum, Nesterov and weight decay by parameter; None for those of the config.
-        holds: whether the last bucket waits until the caller waits for the results: then an error that the caller
-            meets before that is sent in the same step.
-        defers: whether sums of entries may be left to the caller, who calls ``deferred()`` or ``write_deferred()``
-            after ``finish()``.
-        joins: flags of :class:`~dgc.core.message.Flags` if this rank takes part without data: it submits zeros. A step
+        holds: whether the last bucket waits until the caller waits for the results. Then an error that the caller
+            meets before is sent in the same step.
+        defers: whether sums of entries may stay unwritten. Then the caller calls ``deferred()`` or
+            ``write_deferred()`` after ``finish()``.
+        joins: flags of :class:`~dgc.core.message.Flags` if this rank takes part without data and submits zeros. A step
             in which every rank does so is undone.
     """
 
@@ -146,7 +146,7 @@ class StepOptions:
     joins: int = 0
 
 
-# Options of a step that begins with its first gradient.
+# The options of a step that begins without begin(), with its first gradient.
 AS_BUILT = StepOptions()
 
 
@@ -164,16 +164,16 @@ class Step:
     Attributes:
         number: counted from 0.
         density: share of the entries to send; None in a dense step.
-        fingerprint: hash of everything that all ranks must share in this step: layout, momentum, Nesterov, weight decay
-            and learning rates.
-        scales: factor of each parameter's gradient before anything else: gain * weight / loss scale, and its clipping
-            factor once :class:`~dgc.core.exchange.pipeline.Clipping` has met its bucket.
-        joined: rank -> its flags, of the ranks that take part without data; known once the messages are in.
-        weight: factor of gradients: P / T if averages are over T training ranks.
-        is_awaited: whether the caller waits for the results: it will find nothing wrong with the gradients any more.
+        fingerprint: a hash of the values that must be equal on all ranks in this step: layout, momentum, Nesterov,
+            weight decay and learning rates.
+        scales: the first factor of each parameter's gradient: gain * weight / loss scale, times the clipping factor
+            once :class:`~dgc.core.exchange.pipeline.Clipping` has set it.
+        joined: the flags, by rank, of the ranks that take part without data; known when the messages have arrived.
+        weight: a factor of all gradients: P / T if averages are over T training ranks.
+        is_awaited: whether the caller waits for the results, so that it cannot announce an error any more.
         before: a copy of the state, if this rank takes part without data.
-        has_limits: whether a result is to be cast to a narrower type.
-        coming_scale: returns the loss scale if it is still on its way. Waits.
+        has_limits: whether some result will be cast to a narrower type.
+        coming_scale: a function that waits for the loss scale, if it is not known yet.
     """
 
     number: int
@@ -196,7 +196,7 @@ class Step:
         self._set_scale(self.loss_scale)
 
     def await_scale(self, ask: Callable[[], float]) -> ConfigError | None:
-        """Wait for the loss scale; returns the error that all ranks should hear of, if there is one."""
+        """Wait for the loss scale and set it; return the error for all ranks if it is wrong."""
         try:
             scale = ask()
         except Exception as error:
