@@ -1,9 +1,10 @@
 """Save and load a job: model and optimizer once, the compressor's state once per rank.
 
 A folder holds a main file, which rank 0 writes, and one ``compressor-<token>-<rank>-of-<size>.pt`` per rank. The main
-file of :func:`save_checkpoint` is ``checkpoint.pt`` with model, optimizer and extra. Each file is written under another
-name and then renamed, and the ranks' files are complete before the main file names their token: a job that dies while
-it saves leaves the previous checkpoint intact.
+file of :func:`save_checkpoint` is ``checkpoint.pt`` with model, optimizer and extra. Files for Hugging Face's Trainer
+have other names, so that a folder can hold both. Each file is written under another name and then renamed, and the
+ranks' files are complete before the main file names their token: a job that dies while it saves leaves the previous
+checkpoint intact.
 
 A library whose checkpoints one rank writes gets every rank's state from :func:`gathered_states`, and
 ``torch.distributed.checkpoint``, which every rank writes, from :class:`RankState`.
@@ -41,11 +42,9 @@ from dgc.transport.local import local_world
 
 _MAIN_FILE = "checkpoint.pt"
 _TRAINERS_FILE = "compression.pt"  # the main file in a checkpoint of Hugging Face's Trainer
+_RANKS_FILES = {_MAIN_FILE: "compressor", _TRAINERS_FILE: "compression"}  # how their names begin, by main file
 _TOKEN = "[0-9a-f]{16}"
-_FILES = re.compile(
-    rf"(checkpoint|compression|compressor-(?P<token>{_TOKEN})-(?P<rank>\d+)-of-\d+)\.pt(?P<draft>\.{_TOKEN}\.partial)?"
-)
-_FOREIGN = "it was not written by save_checkpoint()"
+_FOREIGN = "it was not written by save_checkpoint() or trainer_callback()"
 _SHOWN = 3  # names of classes in an error
 
 
@@ -128,7 +127,8 @@ def load_checkpoint(
         main.update(_read_main(folder, map_location))
         if not compression.takes_part:
             return {"token": main["token"]}
-        states.extend(_fitting_states(folder, main["token"], main["size"], compression, transport, resize))
+        path = folder / _MAIN_FILE
+        states.extend(_fitting_states(path, main["token"], main["size"], compression, transport, resize))
         return {"token": main["token"], "step": states[0].get("step", 0)}
 
     def change() -> dict[str, Any]:
@@ -225,12 +225,21 @@ def save_for_trainer(folder: Path, compression: DGCCompressor) -> None:
 
 def load_for_trainer(folder: Path, compression: DGCCompressor) -> None:
     """Load what :func:`save_for_trainer` saved on as many ranks or others; nothing if rank 0 finds none. Collective."""
-    transport = _transport_of(compression, "on_train_begin()")
-    token, size = gather_values(transport, _token_and_size_in(folder / _TRAINERS_FILE))[0]
+    transport, main = _transport_of(compression, "on_train_begin()"), folder / _TRAINERS_FILE
+    named: tuple[str, int] = "", 0
     states: list[Any] = []
 
+    def read_main() -> dict[str, Any]:
+        nonlocal named
+        if transport.rank == 0:
+            named = _token_and_size_in(main)
+        return {}
+
+    _agree(transport, read_main, "read the compressor's state")
+    token, size = gather_values(transport, named)[0]
+
     def look() -> dict[str, Any]:
-        states.extend(_fitting_states(folder, token, size, compression, transport, resize=True))
+        states.extend(_fitting_states(main, token, size, compression, transport, resize=True))
         return {"step": states[0].get("step", 0)}
 
     if token:
@@ -319,7 +328,7 @@ def _save(
     )
     _agree(transport, look, "save")
     token = gather_values(transport, secrets.token_hex(8))[0]
-    own = folder / _rank_file(token, rank, size)
+    own = _rank_file(main, token, rank, size)
 
     def write_own() -> dict[str, Any]:
         _write(own, {**state, "token": token}, token)
@@ -334,16 +343,19 @@ def _save(
         _agree(transport, write_own, "write the compressor's state")
         _agree(transport, write_main, "write the checkpoint")
     except Exception:
-        if _token_and_size_in(main)[0] != token:  # rank 0 may have completed it
-            _delete(own)
+        with contextlib.suppress(LayoutError, OSError):  # an unreadable one may name this file
+            if _token_and_size_in(main)[0] != token:  # rank 0 may have completed it
+                _delete(own)
         raise
-    _delete_others(folder, token, rank, size)
+    _delete_others(main, token, rank, size)
 
 
-def _delete_others(folder: Path, token: str, rank: int, size: int) -> None:
+def _delete_others(main: Path, token: str, rank: int, size: int) -> None:
     """Delete the files of replaced checkpoints, and of saves that were killed; each rank deletes its part of them."""
-    for path in folder.iterdir():
-        found = _FILES.fullmatch(path.name)
+    ranks_file = rf"{_RANKS_FILES[main.name]}-(?P<token>{_TOKEN})-(?P<rank>\d+)-of-\d+\.pt"
+    files = re.compile(rf"({re.escape(main.name)}|{ranks_file})(?P<draft>\.{_TOKEN}\.partial)?")
+    for path in main.parent.iterdir():
+        found = files.fullmatch(path.name)
         if found and int(found["rank"] or 0) % size == rank and (found["draft"] or found["token"] not in (None, token)):
             _delete(path)
 
@@ -354,8 +366,8 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _rank_file(token: str, rank: int, size: int) -> str:
-    return f"compressor-{token}-{rank:05d}-of-{size:05d}.pt"
+def _rank_file(main: Path, token: str, rank: int, size: int) -> Path:
+    return main.with_name(f"{_RANKS_FILES[main.name]}-{token}-{rank:05d}-of-{size:05d}.pt")
 
 
 def _packed_state(compression: DGCCompressor) -> np.ndarray:
@@ -414,26 +426,31 @@ def _load(compression: DGCCompressor, states: list[Any]) -> None:
 
 
 def _fitting_states(
-    folder: Path, token: str, size: int, compression: DGCCompressor, transport: Transport, resize: bool
+    main: Path, token: str, size: int, compression: DGCCompressor, transport: Transport, resize: bool
 ) -> list[Any]:
     """Return this rank's own state as a list of one; where a single process loads, those of all ranks that saved."""
-    states = _read_states(folder, token, size, transport, resize)
+    states = _read_states(main, token, size, transport, resize)
     same = size == transport.size
     try:
         own = compression.fitting_state(states[transport.rank] if same else states, resize=not same)
     except LayoutError as error:
-        name = _rank_file(token, transport.rank, size) if same else "the ranks' files"
-        raise LayoutError(f"{name} in {folder}: {error}") from error
+        name = _rank_file(main, token, transport.rank, size).name if same else "the ranks' files"
+        raise LayoutError(f"{name} in {main.parent}: {error}") from error
     return states if compression.engine is None else [own]
 
 
 def _token_and_size_in(main: Path) -> tuple[str, int]:
-    """Which files a main file names; ("", 0) if it cannot be read."""
-    try:
-        content = torch.load(main, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:
+    """Return which files a main file names; ("", 0) if there is no main file.
+
+    Raises:
+        LayoutError: it cannot be read, or is of another kind.
+    """
+    if not main.exists():
         return "", 0
-    return (content["token"], content["size"]) if _names_files(content) else ("", 0)
+    content = _read(main, "", mmap=True)
+    if not _names_files(content):
+        raise LayoutError(f"{main} is a file of another kind: {_FOREIGN}")
+    return content["token"], content["size"]
 
 
 def _names_files(content: object) -> bool:
@@ -481,19 +498,19 @@ def _read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:
     return content
 
 
-def _read_states(folder: Path, token: str, old: int, transport: Transport, resize: bool) -> list[Any]:
+def _read_states(main: Path, token: str, old: int, transport: Transport, resize: bool) -> list[Any]:
     """The states of ``old`` ranks in rank order; None for those that this rank does not need."""
     if old != transport.size and not resize:
         raise LayoutError(
-            f"the checkpoint in {folder} was saved by {old} ranks, this job has {transport.size}; pass resize=True to "
-            "redistribute the residuals"
+            f"the checkpoint in {main.parent} was saved by {old} ranks, this job has {transport.size}; pass "
+            "resize=True to redistribute the residuals"
         )
     states: list[Any] = [None] * old
     advice = (
         "put all files of the checkpoint into a directory that every rank can read: each rank saves its own residuals"
     )
     for r in needed_ranks(transport.rank, old, transport.size):
-        path = folder / _rank_file(token, r, old)
+        path = _rank_file(main, token, r, old)
         state = tree_map_only(torch.Tensor, torch.Tensor.numpy, _read(path, advice, mmap=True))
         if state.pop("token", token) != token or (state.get("rank"), state.get("size")) != (r, old):
             raise LayoutError(

@@ -8,10 +8,11 @@ by each group of ranks anew, and is a plain one in between.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import horovod.torch as hvd
@@ -96,13 +97,14 @@ class TorchState(hvd.elastic.TorchState):
     def sync(self) -> None:
         """Broadcast all but the compressor's state; :meth:`begin` follows."""
         # Horovod sends no options of an optimizer without state, and others in float32. It steps an optimizer that has
-        # no state, to make one: decay would move the parameters.
+        # no state, to make one.
         groups = self.optimizer.param_groups
         own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         options = unpacked(broadcast_packed(HOROVOD, packed(own, "an optimizer's group"), 0))
         for group in groups:
-            group["weight_decay"] = 0.0
-        super().sync()
+            group["weight_decay"] = 0.0  # else SGD's new buffers would hold it
+        with _parameters_kept(self.optimizer):
+            super().sync()
         for group, came in zip(groups, options, strict=True):
             params = group["params"]
             group.clear()
@@ -112,6 +114,28 @@ class TorchState(hvd.elastic.TorchState):
         super().save()
         if self.compression is not None:  # one process has no residuals: what was committed before is of another moment
             self._committed = None if self.compression.engine is None else self.compression.state_dict()
+
+
+@contextlib.contextmanager
+def _parameters_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo what steps inside do to the parameters: decay moves them where all gradients are 0."""
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(*_: object) -> None:
+        before[:] = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def put_back(*_: object) -> None:
+        for p, value in before:
+            p.copy_(value)
+        before.clear()
+
+    hooks = optimizer.register_step_pre_hook(keep), optimizer.register_step_post_hook(put_back)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,16 +73,25 @@ def residuals_of_a_rank_that_left_begin_at_zero():
     state.end()
 
 
-@case
-def ranks_take_the_options_of_rank_0():
-    for cls, decays in ((torch.optim.SGD, {"weight_decay": 0.01 * (1 + hvd.rank())}), (torch.optim.Rprop, {})):
-        model = make_model(seed=hvd.rank())
-        optimizer = cls([p for p in model.parameters() if p.requires_grad], lr=0.1 * (1 + hvd.rank()), **decays)
-        state = TorchState(model, optimizer, dgc.Compression.dgc())
-        state.sync()
-        (group,) = optimizer.param_groups
-        assert (group["lr"], group.get("weight_decay", "none")) == (0.1, 0.01 if decays else "none")
-        assert torch.equal(flat(model), flat(make_model()))
+DECAYS = {
+    "SGD": {"weight_decay": 0.01},
+    "ASGD": {"weight_decay": 0.01, "lambd": 0.5},
+    "Rprop": {},
+}
+
+
+@case(name=DECAYS)
+def ranks_take_the_options_and_parameters_of_rank_0(name):
+    model = make_model(seed=hvd.rank())
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    own = {key: value * (1 + hvd.rank()) for key, value in {"lr": 0.1, **DECAYS[name]}.items()}
+    optimizer = getattr(torch.optim, name)(parameters, **own)
+    state = TorchState(model, optimizer, dgc.Compression.dgc())
+    state.sync()
+    (group,) = optimizer.param_groups
+    assert {key: group[key] for key in own} == {"lr": 0.1, **DECAYS[name]}
+    assert ("weight_decay" in group) == bool(DECAYS[name])
+    assert torch.equal(flat(model), flat(make_model()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from adapters_torch.torchrun_tools import assert_identical, digest, gathered, loss_of, make_model, on_every_rank
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, run_cases
+from worker_tools import case, close_later, run_cases
 
 import dgc.torch as dgc
 from dgc.torch.ddp import trainer_callback
@@ -293,33 +293,77 @@ def the_hooks_state_holds_every_ranks():
     job.compression.close()
 
 
+class Trainers:
+    """Checkpoints of Hugging Face's Trainer at step 5, in a folder that all ranks share."""
+
+    def __init__(self):
+        self.folder = Path(gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0])
+        self.checkpoint = self.folder / "checkpoint-5"
+        self.arguments = SimpleNamespace(resume_from_checkpoint=None, output_dir=self.folder)
+
+    def begin(self, step, seed=0):
+        """A job at a step, and what the Trainer calls to save."""
+        job, progress = Hook(seed=seed), SimpleNamespace(global_step=step)
+        callback = trainer_callback(SimpleNamespace(model_wrapped=job.model), job.compression)
+        callback.on_train_begin(self.arguments, progress, None, optimizer=job.optimizer)
+        return job, lambda: callback.on_save(self.arguments, SimpleNamespace(global_step=5), None)
+
+    def close(self):
+        dist.barrier()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
 @case
 def a_rank_needs_its_own_file_alone_of_a_trainers_checkpoint():
     """As with folders that are each node's own."""
-    folder, rank = Path(gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]), dist.get_rank()
-    arguments = SimpleNamespace(resume_from_checkpoint=None, output_dir=folder)
-    states = []
-    for step, seed in ((0, 0), (5, 3)):
-        job, progress = Hook(seed=seed), SimpleNamespace(global_step=step)
-        callback = trainer_callback(SimpleNamespace(model_wrapped=job.model), job.compression)
-        callback.on_train_begin(arguments, progress, None, optimizer=job.optimizer)
-        if not step:
-            job.train(5)
-            progress.global_step = 5
-            callback.on_save(arguments, progress, None)
-            names = {path.name for path in (folder / "checkpoint-5").iterdir()}
-            (own,) = (name for name in names if f"-{rank:05d}-of-" in name)
-            assert len(names) == 1 + dist.get_world_size()
-            arguments.output_dir = folder / f"node-{rank}"
-            (arguments.output_dir / "checkpoint-5").mkdir(parents=True)
-            for name in (own, "compression.pt")[: 2 - bool(rank)]:
-                shutil.copy(folder / "checkpoint-5" / name, arguments.output_dir / "checkpoint-5")
-        states.append(job.compression.state_dict())
-        job.compression.close()
-    before, after = (as_bytes(state) for state in states)
-    assert torch.equal(before, after)
+    trainers, rank = close_later(Trainers()), dist.get_rank()
+    job, save = trainers.begin(0)
+    job.train(5)
+    save()
+    before = job.compression.state_dict()
+    job.compression.close()
+    names = {path.name for path in trainers.checkpoint.iterdir()}
+    (own,) = (name for name in names if f"-{rank:05d}-of-" in name)
+    assert len(names) == 1 + dist.get_world_size()
+    trainers.arguments.output_dir = trainers.folder / f"node-{rank}"
+    (trainers.arguments.output_dir / "checkpoint-5").mkdir(parents=True)
+    for name in (own, "compression.pt")[: 2 - bool(rank)]:
+        shutil.copy(trainers.checkpoint / name, trainers.arguments.output_dir / "checkpoint-5")
+    job, _ = trainers.begin(5, seed=3)
+    assert torch.equal(as_bytes(job.compression.state_dict()), as_bytes(before))
+    job.compression.close()
+
+
+@case
+def a_trainers_checkpoint_and_save_checkpoint_share_a_folder():
+    trainers = close_later(Trainers())
+    job, save = trainers.begin(0)
+    everything = {"model": job.model, "optimizer": job.optimizer, "compression": job.compression}
+    job.train(3)
+    save()
+    dgc.save_checkpoint(trainers.checkpoint, **everything)
+    save()
+    before = job.compression.state_dict()
+    job.train(2)
+    dgc.load_checkpoint(trainers.checkpoint, **everything)
+    assert torch.equal(as_bytes(job.compression.state_dict()), as_bytes(before))
+    job.compression.close()
+    job, _ = trainers.begin(5, seed=3)
+    assert torch.equal(as_bytes(job.compression.state_dict()), as_bytes(before))
+    job.compression.close()
+
+
+@case
+def a_trainers_checkpoint_that_rank_0_cannot_read_is_refused():
+    trainers = close_later(Trainers())
+    job, save = trainers.begin(0)
+    job.train(3)
+    save()
+    job.compression.close()
+    if dist.get_rank() == 0:
+        (trainers.checkpoint / "compression.pt").write_bytes(b"cut off")
     dist.barrier()
-    shutil.rmtree(folder, ignore_errors=True)
+    on_every_rank(dgc.DGCError, "compression.pt is empty, damaged or cut off", lambda: trainers.begin(5, seed=3))
 
 
 def as_bytes(state):
