@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import math
 import warnings
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -218,6 +219,7 @@ class Group:
             self.rate = learning_rate
 
 
+_BYTES = 12  # of one element's gradient, momentum and residual in float32
 DENSE, NONE = "dense", "none"  # the kinds of gradient that a variable may have
 
 
@@ -258,7 +260,7 @@ class Engine(EngineBase):
         self.kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
         self._dense: set[int] = set()
-        self._has_loaded = self._has_slots = False
+        self._has_loaded = self._has_slots = self._warned_of_sparse = False
         self._left_at = 0
 
         def build() -> Layout:
@@ -296,24 +298,24 @@ class Engine(EngineBase):
         missing on all ranks.
 
         Returns:
-            The variables' indices, and the gradients. If ``converts``, sparse gradients of variables that are sent
-            dense have become tensors.
+            The variables' indices, and the gradients. If ``converts``, sparse gradients have become tensors.
         """
         self.require_open("gradient() or apply_gradients()")
         indices, gradients = self.indices(variables), list(gradients)
-        kinds, sparsified = [NONE] * len(self.variables), self.layout.sparsified()
+        kinds, sparse = [NONE] * len(self.variables), []
         for i, (index, gradient) in enumerate(zip(indices, gradients, strict=True)):
             kinds[index] = NONE if gradient is None else DENSE
             if not isinstance(gradient, tf.IndexedSlices):
                 continue
-            if sparsified[self.names[index]] or not converts:
+            if not converts:
                 wrong = (
-                    f"{self.names[index]!r} has sparse gradients (tf.IndexedSlices), which are not compressed: give "
-                    "sparse_as_dense=True to the wrapper of dgc.tensorflow, or name the variable in exclude= of the "
-                    "compressor, which then sends it dense"
+                    f"{self.names[index]!r} has sparse gradients (tf.IndexedSlices), which Horovod's wrappers do not "
+                    "compress: use those of dgc.tensorflow"
                 )
                 self.fail_in_step(ConfigError(wrong))
             gradients[i] = tf.convert_to_tensor(gradient)
+            sparse.append(index)
+        self._warn_of_sparse(sparse)
         self.take_momentum()
         if self.kinds is None:
             require_agreement(
@@ -338,6 +340,24 @@ class Engine(EngineBase):
                 self.fail(LayoutError(error))
         self._dense = {i for i, kind in enumerate(kinds) if kind == DENSE}
         return indices, gradients
+
+    def _warn_of_sparse(self, indices: Sequence[int]) -> None:
+        """Warn once of sparse gradients that are compressed, because their dense form takes memory."""
+        sparsified = self.layout.sparsified()
+        found = [i for i in indices if sparsified[self.names[i]]]
+        if not found or self._warned_of_sparse:
+            return
+        self._warned_of_sparse = True
+        if self.transport.rank == 0:
+            elements = sum(math.prod(self.variables[i].shape) for i in found)
+            warnings.warn(
+                f"{', '.join(repr(self.names[i]) for i in found)}: sparse gradients (tf.IndexedSlices) are compressed "
+                f"in their dense form, which takes {_BYTES * elements / 2**20:,.1f} MiB on each rank for gradient, "
+                "momentum and residual. sparse_as_dense=True in the wrapper of dgc.tensorflow says that this is meant; "
+                "a variable in exclude= is sent dense, without momentum and residual",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def take_momentum(self) -> None:
         """Take a momentum that the user has assigned since the last step, and after a reset the slots."""

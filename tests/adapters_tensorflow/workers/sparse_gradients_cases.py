@@ -1,6 +1,6 @@
 """Sparse gradients and Horovod's local variables: what is refused, and what is sent dense."""
 
-import itertools
+import warnings
 
 import horovod.tensorflow as hvd
 import models as m
@@ -44,27 +44,63 @@ def lookup_step(table, compression, **options):
 
 
 @case
-def sparse_gradients_are_refused_before_anything_is_sent():
-    """Whether or not a momentum is adopted, on all ranks alike, in graphs and without."""
-    for graph, momentum in itertools.product((False, True), (0.0, 0.9)):
-        table = tf.Variable(tf.zeros([64, 4]), name="table")
-        compression = dgc.Compression.dgc(momentum=momentum, min_numel=64)
-        step = lookup_step(table, compression)
-        m.assert_raises(tf.function(step) if graph else step, "sparse_as_dense=True", "'table'")
-        assert compression.stats.steps == 0
+def behind_horovods_tape_they_are_refused_before_anything_is_sent():
+    table, shared = tf.Variable(tf.zeros([64, 4]), name="table"), tf.Variable(tf.zeros([64, 2]))
+    compression = dgc.Compression.dgc([shared, table], momentum=0, min_numel=64)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(shared) + tf.reduce_sum(tf.gather(table, [1]))
+        return hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [shared, table])
+
+    m.assert_raises(step, "use those of dgc.tensorflow")
+    assert compression.stats.steps == 0
 
 
-@case
-def of_variables_that_are_sent_dense_or_with_sparse_as_dense_they_are_averaged():
+SENT = {  # the compressor's options, and the tape's
+    "excluded": ({"exclude": "tab*"}, {}),
+    "small": ({"min_numel": 1000}, {}),
+    "as_dense": ({"min_numel": 64}, {"sparse_as_dense": True}),
+    "compressed": ({"min_numel": 64}, {}),
+}
+
+
+@case(graph=(False, True), sent=SENT)
+def they_are_averaged_and_compressing_them_warns_once_of_the_memory(graph, sent):
     wanted = np.zeros([64, 4])
     for rank in range(hvd.size()):
         wanted[[1, rank + 2]] += 1.0 / hvd.size()
-    for graph in (False, True):
-        for given, options in (({"exclude": "tab*"}, {}), ({}, {}), ({"min_numel": 64}, {"sparse_as_dense": True})):
-            table = tf.Variable(tf.zeros([64, 4]), name="table")
-            compression = dgc.Compression.dgc(momentum=0.0, sparsity=0.0, values="float32", **given)
-            step = lookup_step(table, compression, **options)
+    given, options = SENT[sent]
+    table = tf.Variable(tf.zeros([64, 4]), name="table")
+    compression = dgc.Compression.dgc(momentum=0.0, sparsity=0.0, values="float32", **given)
+    step = lookup_step(table, compression, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
             np.testing.assert_allclose(np.asarray((tf.function(step) if graph else step)()), wanted)
+    told = [str(w.message) for w in caught if "sparse gradients" in str(w.message)]
+    assert len(told) == (sent == "compressed" and hvd.rank() == 0), told
+    assert all("'table'" in text and "takes 0.0 MiB" in text for text in told), told
+
+
+@case
+def a_model_with_an_embedding_trains_under_the_lines_of_the_readme():
+    model = keras.Sequential(
+        [keras.layers.Embedding(5000, 8), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(4)]
+    )
+    model.build((None, 6))
+    optimizer = dgck.DistributedOptimizer(keras.optimizers.AdamW(1e-2), compression=dgc.Compression.dgc(steps=30))
+    model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    labels = np.random.default_rng(hvd.rank()).integers(0, 4, 240)
+    words = labels[:, None] * 1000 + np.arange(6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        broadcast = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+        history = model.fit(words, labels, batch_size=8, verbose=0, callbacks=[broadcast])
+    assert history.history["loss"][0] < np.log(4)
+    assert sum("takes 0.5 MiB" in str(w.message) for w in caught) == (hvd.rank() == 0)
+    assert optimizer.compression.stats.steps == 30
+    assert len({v.tobytes() for v in hvd.allgather_object(np.asarray(model.trainable_variables[0]))}) == 1
 
 
 @case
