@@ -251,7 +251,7 @@ def warn_of_dropped(state: Any) -> None:
     states = [state] if isinstance(state, Mapping) else [s for s in state if s is not None]
     if not all(holds_nothing(s) for s in states):
         warnings.warn(
-            "one process compresses nothing: the saved residuals and momentum are dropped",
+            "one process compresses nothing: what the ranks had not sent yet, and their momentum, are dropped",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -3,11 +3,11 @@
 A folder holds a main file, which rank 0 writes, and one ``compressor-<token>-<rank>-of-<size>.pt`` per rank. The main
 file of :func:`save_checkpoint` is ``checkpoint.pt`` with model, optimizer and extra. Files for Hugging Face's Trainer
 have other names, so that a folder can hold both. Each file is written under another name and then renamed, and the
-ranks' files are complete before the main file names their token: a job that dies while it saves leaves the previous
+ranks' files are complete before the main file names their token. So a job that dies while it saves leaves the previous
 checkpoint intact.
 
-A library whose checkpoints one rank writes gets every rank's state from :func:`gathered_states`, and
-``torch.distributed.checkpoint``, which every rank writes, from :class:`RankState`.
+Other libraries save checkpoints in two ways. If one rank writes, it gets every rank's state from
+:func:`gathered_states`. For ``torch.distributed.checkpoint``, where every rank writes, there is :class:`RankState`.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ def save_checkpoint(
     compression: DGCCompressor,
     extra: object = None,
 ) -> None:
-    """Save model, optimizer and every rank's compressor state; call it on all ranks, between steps.
+    """Save model, optimizer and every rank's compressor state. Call it on all ranks, between steps.
 
-    The optimizer is saved with its momentum and weight decay as the user gave them, so that ``checkpoint.pt`` is also
-    an ordinary dense checkpoint. A rank outside the process set has nothing to save.
+    The optimizer is saved with the user's momentum and weight decay, so that ``checkpoint.pt`` is also an ordinary
+    dense checkpoint. A rank outside the process set saves nothing.
 
     Args:
-        directory: where to save; made if missing. It must be the same place for all ranks to be able to resize.
-        model: its ``state_dict()`` is saved by rank 0.
-        optimizer: the distributed one.
+        directory: where to save; made if missing. To load on another number of ranks, all ranks must share it.
+        model: rank 0 saves its ``state_dict()``.
+        optimizer: the distributed optimizer.
         compression: the compressor.
         extra: numbers, strings, tensors and containers of them (epoch, the scheduler's and scaler's state dicts, ...).
 
     Raises:
         ConfigError: the optimizer was not wrapped yet, ranks name different directories, or FSDP has sharded the model.
-        LayoutError: called in the middle of a step or after one that failed, or the state is not finite.
-        TransportError: a rank could not write; every rank gets the error, and the old checkpoint stays. Or the
+        LayoutError: it was called in the middle of a step or after a failed one, or the state is not finite.
+        TransportError: a rank could not write; then every rank gets the error, and the old checkpoint stays. Or the
             compressor was closed.
-        TypeError: ``extra`` holds something that cannot be loaded safely.
+        TypeError: ``extra`` holds an object that cannot be loaded safely.
     """
     transport = _transport(model, compression, "save_checkpoint()")
 
@@ -92,32 +92,32 @@ def load_checkpoint(
     resize: bool = False,
     map_location: MAP_LOCATION = "cpu",
 ) -> Any:
-    """Load what :func:`save_checkpoint` saved; call it on all ranks. The run continues bit for bit.
+    """Load a checkpoint of :func:`save_checkpoint`. Call it on all ranks. The run continues bit for bit.
 
-    All ranks have read and checked their files before one of them changes anything.
+    All ranks read and check their files before one of them changes anything.
 
     Args:
         directory: as given to :func:`save_checkpoint`.
         model: gets the saved parameters.
-        optimizer: the distributed one; gets the saved options and state.
+        optimizer: the distributed optimizer; gets the saved options and state.
         compression: gets this rank's state.
         resize: allow another number of ranks; the old residuals are redistributed so that their mean is kept. A single
-            process drops them and the momentum, and says so.
+            process drops them and the momentum, with a warning.
         map_location: as in ``torch.load``.
 
     Returns:
         ``extra``.
 
     Raises:
-        FileNotFoundError: no checkpoint, or a rank's file is missing.
+        FileNotFoundError: there is no checkpoint, or a rank's file is missing.
         ConfigError: the optimizer was not wrapped yet, or FSDP has sharded the model.
-        LayoutError: another model, op, or number of ranks without ``resize=True``; a file is damaged or does not
-            belong to the others; or called in the middle of a step.
-        RuntimeError: (of torch) the model or the optimizer does not fit; what was loaded by then stays.
+        LayoutError: the checkpoint has another model, op, or number of ranks (without ``resize=True``); a file is
+            damaged or does not belong to the others; or it was called in the middle of a step.
+        RuntimeError: (of torch) the model or the optimizer does not fit; the model may have been loaded.
         TransportError: the ranks differ, or the compressor was closed.
 
     Warns:
-        RuntimeWarning: what the ranks had not sent yet is dropped, as a single process exchanges nothing.
+        RuntimeWarning: residuals are dropped, because a single process exchanges nothing.
     """
     folder, transport = Path(directory), _transport(model, compression, "load_checkpoint()")
     main: dict[str, Any] = {}
@@ -144,14 +144,14 @@ def load_checkpoint(
 
 
 class RankState:
-    """A ``Stateful`` of ``torch.distributed.checkpoint`` that keeps every rank's own residuals, momentum and step.
+    """A ``Stateful`` of ``torch.distributed.checkpoint`` that saves every rank's own residuals, momentum and step.
 
-    Give it to ``save`` and ``load`` in the compressor's place. What has one name on all ranks is saved once there, so
-    that each rank's state has a name of its own, and is one value of bytes.
+    Give it to ``save`` and ``load`` instead of the compressor. ``torch.distributed.checkpoint`` saves a value only once
+    if it has the same name on all ranks. So each rank's state, as bytes, has a name of its own.
     """
 
     def __init__(self, compression: DGCCompressor) -> None:
-        """Take a compressor that is bound to an optimizer. Local: no communication."""
+        """``compression`` is bound to an optimizer."""
         self._compression = compression
         self._name = f"rank{dist.get_rank()}-of-{dist.get_world_size()}"
 
@@ -159,16 +159,16 @@ class RankState:
         """Return this rank's state under a name of its own.
 
         Raises:
-            LayoutError: called in the middle of a step, or after one that failed.
+            LayoutError: it was called in the middle of a step, or after a failed one.
         """
         return {self._name: _packed_state(self._compression).tobytes()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned; call it on all ranks.
+        """Continue from a result of :meth:`state_dict`. Call it on all ranks.
 
         Raises:
-            KeyError: it is of another number of ranks; ``torch.distributed.checkpoint`` has looked for it before.
-            LayoutError: it is of another rank or model.
+            KeyError: it was saved by another number of ranks.
+            LayoutError: it belongs to another rank or model.
         """
         self._compression.load_state_dict(unpacked(state_dict[self._name]))
 
@@ -177,7 +177,7 @@ def gathered_states(compression: DGCCompressor) -> dict[str, Any]:
     """Return every rank's ``state_dict()`` as bytes on rank 0, and nothing on the others. Collective, between steps.
 
     Raises:
-        LayoutError: called in the middle of a step, or after one that failed.
+        LayoutError: it was called in the middle of a step, or after a failed one.
     """
     engine = compression.engine
     if engine is not None:
@@ -189,10 +189,10 @@ def gathered_states(compression: DGCCompressor) -> dict[str, Any]:
 
 
 def load_gathered(compression: DGCCompressor, saved: dict[str, Any]) -> None:
-    """Load what :func:`gathered_states` returned on rank 0, on as many ranks or others; {} loads nothing. Collective.
+    """Load rank 0's result of :func:`gathered_states`, on any number of ranks. {} loads nothing. Collective.
 
     Raises:
-        LayoutError: it is something else, or does not fit; no rank's state is changed then.
+        LayoutError: ``saved`` is no such result, or does not fit. No rank's state is changed then.
     """
     engine = compression.engine
     rank, size = (0, 1) if engine is None else (engine.transport.rank, engine.transport.size)
@@ -203,7 +203,7 @@ def load_gathered(compression: DGCCompressor, saved: dict[str, Any]) -> None:
         try:
             needed = needed_ranks(rank, len(given), size)
             states.extend(unpacked(each.cpu().numpy()) if r in needed else None for r, each in enumerate(given))
-        except Exception as error:  # torch raises whatever it likes
+        except Exception as error:  # torch raises all kinds of errors
             raise LayoutError(f"the compressor's state in this checkpoint is damaged: {error}") from error
         return {"number of ranks that saved": len(states)}
 
@@ -219,12 +219,12 @@ def load_gathered(compression: DGCCompressor, saved: dict[str, Any]) -> None:
 
 
 def save_for_trainer(folder: Path, compression: DGCCompressor) -> None:
-    """Save every rank's state in a checkpoint of Hugging Face's Trainer; arguments as in ``state_dict``. Collective."""
+    """Save every rank's state in a checkpoint folder of Hugging Face's Trainer. Collective."""
     _save(folder / _TRAINERS_FILE, compression, _transport_of(compression, "on_save()"))
 
 
 def load_for_trainer(folder: Path, compression: DGCCompressor) -> None:
-    """Load what :func:`save_for_trainer` saved on as many ranks or others; nothing if rank 0 finds none. Collective."""
+    """Load the states of :func:`save_for_trainer`, if rank 0 finds some, on any number of ranks. Collective."""
     transport, main = _transport_of(compression, "on_train_begin()"), folder / _TRAINERS_FILE
     named: tuple[str, int] = "", 0
     states: list[Any] = []
@@ -251,11 +251,11 @@ def load_for_trainer(folder: Path, compression: DGCCompressor) -> None:
 
 
 def _transport(model: torch.nn.Module, compression: DGCCompressor, what: str) -> Transport:
-    """Return what connects the ranks that exchange gradients, or this process to itself. Local: no communication."""
+    """Return the transport of the exchange, or one for this process only. Asks no other rank."""
     if any(map(is_sharded, model.parameters())):
         raise ConfigError(
-            f"{what} knows no sharded parameters: give model, optimizer and dgc.torch.RankState(compression) to "
-            "torch.distributed.checkpoint, as docs/fsdp.md shows"
+            f"{what} does not support sharded parameters: give model, optimizer and "
+            "dgc.torch.RankState(compression) to torch.distributed.checkpoint, as docs/fsdp.md shows"
         )
     if compression.engine is None and not compression.is_bound and _started_ranks() > 1:
         raise ConfigError(
@@ -283,7 +283,7 @@ def _started_ranks() -> int:
 
 
 def _agree(transport: Transport, work: Callable[[], dict[str, Any]], what: str) -> None:
-    """Do something on all ranks; an error on one of them is raised on all."""
+    """Run ``work`` on all ranks, and raise an error of one rank on all of them."""
     agree_or_raise(transport, work, f"results of the attempt to {what}", TransportError)
 
 
@@ -300,14 +300,14 @@ def _save(
     """Write the ranks' files and then the main file, and delete files of earlier saves. Collective, between steps.
 
     Args:
-        main: path of the main file.
-        compression: whose state is saved.
+        main: the main file's path.
+        compression: the compressor.
         transport: connects the ranks that save.
-        content: makes what rank 0 puts into the main file beside the token and the number of ranks.
-        check: raises where this rank cannot save.
+        content: returns the values that rank 0 adds to the token and the number of ranks in the main file.
+        check: raises an error if this rank cannot save.
     """
     if compression.engine is not None:
-        # Asked for here only: where one rank's step has failed, the others may be in the next.
+        # Asked on this rank only: if its step has failed, the others may be in the next step.
         compression.engine.require_between_steps("save_checkpoint()", whole=True)
     if not compression.takes_part:
         return
@@ -343,7 +343,7 @@ def _save(
         _agree(transport, write_own, "write the compressor's state")
         _agree(transport, write_main, "write the checkpoint")
     except Exception:
-        with contextlib.suppress(LayoutError, OSError):  # an unreadable one may name this file
+        with contextlib.suppress(LayoutError, OSError):  # an unreadable main file may name this file
             if _token_and_size_in(main)[0] != token:  # rank 0 may have completed it
                 _delete(own)
         raise
@@ -351,7 +351,7 @@ def _save(
 
 
 def _delete_others(main: Path, token: str, rank: int, size: int) -> None:
-    """Delete the files of replaced checkpoints, and of saves that were killed; each rank deletes its part of them."""
+    """Delete this rank's files of older checkpoints and of interrupted saves."""
     ranks_file = rf"{_RANKS_FILES[main.name]}-(?P<token>{_TOKEN})-(?P<rank>\d+)-of-\d+\.pt"
     files = re.compile(rf"({re.escape(main.name)}|{ranks_file})(?P<draft>\.{_TOKEN}\.partial)?")
     for path in main.parent.iterdir():
@@ -361,7 +361,7 @@ def _delete_others(main: Path, token: str, rank: int, size: int) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file if that is possible; otherwise it stays, as the checkpoint is complete without that."""
+    """Delete a file if that is possible; the new checkpoint is complete even if it stays."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -375,14 +375,14 @@ def _packed_state(compression: DGCCompressor) -> np.ndarray:
 
 
 def _write(path: Path, content: object, token: str) -> None:
-    """Write a file completely or not at all, with checksums, which users can turn off in torch."""
+    """Write a file completely or not at all, with checksums, even if a user has turned them off in torch."""
 
     def write(file: BinaryIO) -> None:
         with _checksums():
             try:
                 torch.save(content, file)
             except RuntimeError:
-                file.flush()  # what could not be written is still in the buffer: this raises the reason
+                file.flush()  # raises the reason, because the rest is still in the buffer
                 raise
 
     write_whole(path, path.with_name(f"{path.name}.{token}.partial"), write)
@@ -402,7 +402,7 @@ def _checksums() -> Iterator[None]:
 
 
 def _require_loadable(extra: object) -> None:
-    """Refuse now what ``load_checkpoint``, which runs no code from a file, would refuse when it is too late."""
+    """Refuse objects that ``load_checkpoint`` would refuse later, because it runs no code from a file."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     buffer.seek(0)
@@ -411,7 +411,7 @@ def _require_loadable(extra: object) -> None:
     except Exception as error:
         buffer.seek(0)
         raise TypeError(
-            "extra= holds something else than numbers, strings, tensors and containers of them, which cannot "
+            "extra= holds something else than numbers, strings, tensors and containers of them, and this cannot "
             f"be loaded safely; convert it (float(x), vars(args)): {_why_refused(buffer, error)}"
         ) from error
 
@@ -420,7 +420,7 @@ def _require_loadable(extra: object) -> None:
 
 
 def _load(compression: DGCCompressor, states: list[Any]) -> None:
-    """Take over what :func:`_fitting_states` returned. Collective."""
+    """Load the result of :func:`_fitting_states`. Collective."""
     alone = compression.engine is None
     compression.load_state_dict(states if alone else states[0], resize=alone)
 
@@ -428,7 +428,7 @@ def _load(compression: DGCCompressor, states: list[Any]) -> None:
 def _fitting_states(
     main: Path, token: str, size: int, compression: DGCCompressor, transport: Transport, resize: bool
 ) -> list[Any]:
-    """Return this rank's own state as a list of one; where a single process loads, those of all ranks that saved."""
+    """Return this rank's own state in a list. For a single process return the states of all ranks that saved."""
     states = _read_states(main, token, size, transport, resize)
     same = size == transport.size
     try:
@@ -440,10 +440,10 @@ def _fitting_states(
 
 
 def _token_and_size_in(main: Path) -> tuple[str, int]:
-    """Return which files a main file names; ("", 0) if there is no main file.
+    """Return the token and the number of ranks in a main file; ("", 0) if there is no main file.
 
     Raises:
-        LayoutError: it cannot be read, or is of another kind.
+        LayoutError: the file cannot be read, or is of another kind.
     """
     if not main.exists():
         return "", 0
@@ -454,7 +454,7 @@ def _token_and_size_in(main: Path) -> tuple[str, int]:
 
 
 def _names_files(content: object) -> bool:
-    """Whether a main file names the ranks' files. The token becomes a part of paths, so it must be nothing else."""
+    """Return whether a main file holds a number of ranks and a token, which must be safe as a part of paths."""
     if not isinstance(content, dict):
         return False
     size, token = content.get("size"), content.get("token")
@@ -462,7 +462,7 @@ def _names_files(content: object) -> bool:
 
 
 def _read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu", mmap: bool = False) -> dict[str, Any]:
-    """Load a file after comparing its checksums, at which torch does not look."""
+    """Compare a file's checksums, which torch does not do, and load it."""
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: {advice}")
     try:
@@ -470,7 +470,7 @@ def _read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu", mmap: boo
             damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-    except Exception as error:  # zipfile and zlib raise whatever they like
+    except Exception as error:  # zipfile and zlib raise all kinds of errors
         raise LayoutError(
             f"{path} is empty, damaged or cut off, or {_FOREIGN} ({error}); take another copy, or an earlier one"
         ) from error
@@ -486,7 +486,7 @@ def _read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu", mmap: boo
 
 
 def _read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:
-    """The file of rank 0."""
+    """Read the main file of :func:`save_checkpoint`."""
     path = folder / _MAIN_FILE
     advice = "there is no checkpoint in this directory; name the one that was given to save_checkpoint()"
     content = _read(path, advice, map_location)
@@ -499,7 +499,7 @@ def _read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:
 
 
 def _read_states(main: Path, token: str, old: int, transport: Transport, resize: bool) -> list[Any]:
-    """The states of ``old`` ranks in rank order; None for those that this rank does not need."""
+    """Read the states of ``old`` ranks in rank order; None for states that this rank does not need."""
     if old != transport.size and not resize:
         raise LayoutError(
             f"the checkpoint in {main.parent} was saved by {old} ranks, this job has {transport.size}; pass "
@@ -514,19 +514,19 @@ def _read_states(main: Path, token: str, old: int, transport: Transport, resize:
         state = tree_map_only(torch.Tensor, torch.Tensor.numpy, _read(path, advice, mmap=True))
         if state.pop("token", token) != token or (state.get("rank"), state.get("size")) != (r, old):
             raise LayoutError(
-                f"{path} was renamed: it holds the state of rank {state.get('rank')} of {state.get('size')}, or is of "
-                "another checkpoint; put the files back under the names that they were saved under"
+                f"{path} was renamed: it holds the state of rank {state.get('rank')} of {state.get('size')}, or "
+                "belongs to another checkpoint; restore the files' original names"
             )
         states[r] = state
     return states
 
 
 def _why_refused(file: Path | BinaryIO, error: Exception) -> str:
-    """Why ``torch.load`` did not load a file, without its advice to run the code that may be in it."""
+    """Return why ``torch.load`` did not load a file, without its advice to run code from the file."""
     if not isinstance(error, pickle.UnpicklingError):
         return str(error).splitlines()[0]
     try:
         kinds = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # torch < 2.6, or what is damaged
+    except Exception:  # torch < 2.6, or a damaged file
         kinds = []
     return f"it holds {', '.join(kinds[:_SHOWN])}" if kinds else "it holds something else than numbers and tensors"

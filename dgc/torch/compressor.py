@@ -32,8 +32,8 @@ from dgc.torch.untraced import leave_hooks_untraced
 
 _ADVICE = "model.named_parameters()"
 _DROPPED = (
-    "the optimizer's state is of a run with a compressor, and one process compresses nothing: what the ranks had "
-    "not sent yet, and their momentum, are dropped"
+    "the optimizer's state comes from a run with a compressor, and one process compresses nothing: what the ranks "
+    "had not sent yet, and their momentum, are dropped"
 )
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
@@ -42,15 +42,14 @@ NamedParameters = Iterable[tuple[str, torch.Tensor]]
 class DGCCompressor(HorovodCompressor):
     """A compressor (Deep Gradient Compression, unless another is named) for one model and one optimizer.
 
-    ``dgc.torch.DistributedOptimizer`` binds it and hands over gradients itself; stock ``hvd.DistributedOptimizer``
-    calls its ``compress()`` and ``decompress()``. With one process nothing is adopted, and the optimizer keeps its
-    momentum.
+    ``dgc.torch.DistributedOptimizer`` binds it and gives it gradients. Horovod's own ``hvd.DistributedOptimizer`` calls
+    its ``compress()`` and ``decompress()``. In a job of one process the optimizer keeps its momentum.
     """
 
     _job: Job = HOROVOD
 
     def use_job(self, job: Job) -> None:
-        """Exchange among these ranks instead of Horovod's."""
+        """Exchange between these ranks instead of Horovod's."""
         self._job = job
 
     def bind(
@@ -61,16 +60,17 @@ class DGCCompressor(HorovodCompressor):
         *,
         stock: bool = False,
     ) -> None:
-        """Attach to a model's parameters; collective over the process set.
+        """Attach the compressor to a model's parameters. Collective over the process set.
 
         Args:
             named_parameters: (name, parameter) pairs, at least those of the optimizer.
-            optimizer: whose parameters with ``requires_grad`` form the layout, and whose options are adopted.
-            process_set: the Horovod process set of the exchange; None means the option's, or all ranks.
+            optimizer: the optimizer. Its parameters with ``requires_grad`` form the layout, and its options are
+                adopted.
+            process_set: the Horovod process set of the exchange; None means that of the option, or all ranks.
             stock: whether Horovod will build its own optimizer from this one.
 
         Raises:
-            ConfigError: bound before, elastic Horovod, or a part of what is needed is missing.
+            ConfigError: the compressor was bound before, Horovod is elastic, or a needed library is missing.
             LayoutError: ranks disagree about the parameters.
         """
         with self.errors_on_all_ranks(process_set):
@@ -88,7 +88,7 @@ class DGCCompressor(HorovodCompressor):
         def open_engine(transport: Transport) -> Engine:
             job = self.job(process_set)
             heartbeat = None
-            if isinstance(job, TorchHorovod) and transport.name == "horovod":  # in which a rank may have joined
+            if isinstance(job, TorchHorovod) and transport.name == "horovod":  # here a rank may have joined
                 heartbeat = Heartbeat(job, lambda: engine.stats)
             engine = Engine(
                 lambda: _layout_of(named, optimizer),
@@ -120,7 +120,7 @@ class DGCCompressor(HorovodCompressor):
                 announce_owner(optimizer, front_end.own)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, with tensors in the place of arrays: ``torch.load`` takes it as it is by default."""
+        """Return this rank's state, with tensors instead of arrays, because ``torch.load`` accepts these by default."""
         state: dict[str, Any] = tree_map_only(np.ndarray, torch.from_numpy, super().state_dict())
         return state
 
@@ -130,19 +130,19 @@ class DGCCompressor(HorovodCompressor):
         return states
 
     def _read_loss_scale(self, value: object) -> LossScale:
-        """A number, a function, or anything with ``get_scale()`` (a GradScaler)."""
+        """Accept a number, a function, or an object with ``get_scale()`` (a GradScaler)."""
         get_scale = getattr(value, "get_scale", None)
         if get_scale is not None and not getattr(value, "is_enabled", lambda: True)():
-            return 1.0  # a script for the GPU, without one
+            return 1.0  # a script for a GPU runs without one
         return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
 
 
 class TorchCompression(CompressionBase[NamedParameters, torch.optim.Optimizer, DGCCompressor]):
-    """What ``compression=`` takes.
+    """The values of ``compression=``.
 
-    A compressor's first argument is ``model.named_parameters()``, as in Horovod's wrappers: torch's parameters carry no
-    names. Momentum, Nesterov and weight decay are taken out of a ``torch.optim.SGD``. ``loss_scale`` takes a
-    GradScaler, too.
+    The first argument of a compressor's constructor is ``model.named_parameters()``, as in Horovod's wrappers, because
+    torch's parameters have no names. Momentum, Nesterov and weight decay are taken from a ``torch.optim.SGD``.
+    ``loss_scale`` also accepts a GradScaler.
     """
 
     def _make(
@@ -167,7 +167,7 @@ class TorchCompression(CompressionBase[NamedParameters, torch.optim.Optimizer, D
 
 
 def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """The (name, parameter) pairs, checked as Horovod does."""
+    """Return (name, parameter) pairs, checked as Horovod does."""
     if named_parameters is None:
         return [
             (f"{UNNAMED}.{i}.{j}", p)
@@ -189,7 +189,7 @@ def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list
         raise ConfigError(
             f"named_parameters was specified, but {len(missing)} of the optimizer's parameters were not named, the "
             f"first of shape {tuple(missing[0].shape)}; pass model.named_parameters() of the whole model (a generator "
-            "can be used once only)"
+            "can be used only once)"
         )
     return pairs
 
@@ -226,11 +226,11 @@ Compression = TorchCompression(HOROVOD)
 
 
 def check_optimizer(optimizer: object, named_parameters: object) -> None:
-    """Refuse what would be taken for something else, or wrapped twice."""
+    """Refuse an object that is no plain optimizer, and arguments in a wrong order."""
     if isinstance(named_parameters, DGCCompressor):
         raise ConfigError("named_parameters is a compressor; pass it by its name: compression=...")
     if hasattr(optimizer, "skip_synchronize"):
-        raise ConfigError("this optimizer is distributed already; wrap the plain optimizer once")
+        raise ConfigError("this optimizer is distributed already; wrap the plain optimizer only once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer is {brief(optimizer)}; give a torch.optim.Optimizer")
     require_free([p for group in optimizer.param_groups for p in group["params"]], exclusively=True)

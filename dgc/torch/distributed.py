@@ -1,4 +1,4 @@
-"""torch.distributed beside Horovod: the ranks of a process group, and their collectives as a transport."""
+"""Support for torch.distributed: the ranks of a process group, and their collectives as a transport."""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ from dgc.transport.library import LibraryTransport
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-UNNAMED = "allreduce.noname"
-"""How Horovod begins the names of parameters that were given none."""
+UNNAMED = "allreduce.noname"  # the beginning of names that Horovod gives to unnamed parameters
 
-_EXIT_PATIENCE = 5.0
-"""Seconds that a process which ends waits for a collective under way."""
+_EXIT_PATIENCE = 5.0  # seconds that a process waits for a running collective before it ends
 
-_BEAT = datetime.timedelta(seconds=1)
-"""How often a thread that waits for another rank looks whether the process ends."""
+_BEAT = datetime.timedelta(seconds=1)  # how often a thread that waits for another rank checks for the process' end
 
 
 class DistributedJob(Job):
@@ -62,7 +59,7 @@ class DistributedJob(Job):
         return dist.get_world_size(self._group)
 
     def ranks(self) -> list[int]:
-        """What these ranks are called among all; this process alone where it is not one of them."""
+        """Return these ranks' numbers among all ranks; only this process' number if it is not one of them."""
         return dist.get_process_group_ranks(self._group) if self.included else [dist.get_rank()]
 
     def require_ready(self) -> None:  # noqa: D102
@@ -70,7 +67,7 @@ class DistributedJob(Job):
             raise ConfigError("call torch.distributed.init_process_group() before a compressor is bound")
 
     def of(self, process_set: object = None, other: object = None) -> DistributedJob:
-        """This job; a Horovod process set beside it is an error."""
+        """Return this job; raise an error about a Horovod process set."""
         if any(given is not None and given is not self._group for given in (process_set, other)):
             raise ConfigError("process_set= is Horovod's; give a torch.distributed process group as group=")
         return self
@@ -99,7 +96,7 @@ class DistributedJob(Job):
             return DistributedTransport(self._group)
         except RuntimeError as error:
             raise TransportError(
-                f"ranks {self.ranks()} could not meet: {error}. All of them must make the same calls, in one order"
+                f"ranks {self.ranks()} could not meet: {error}. All of them must make the same calls in the same order"
             ) from error
 
     def tell(self, error: Exception) -> None:  # noqa: D102
@@ -110,9 +107,9 @@ class DistributedJob(Job):
             transport.close()
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to overwrite (name, root, tensor) with that of the rank ``root`` of this job; call the result to wait.
+        """Begin to overwrite each tensor of (name, root, tensor) with that of rank ``root``; call the result to wait.
 
-        Collective, by the job's own group.
+        Collective; it uses the job's own group.
         """
         ranks = self.ranks()
         pending: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
@@ -140,9 +137,9 @@ TorchJob: TypeAlias = TorchHorovod | DistributedJob
 
 
 def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> None:
-    """Refuse FSDP2's parameters unless all are sharded, among other ranks than those that exchange.
+    """Refuse FSDP2's parameters unless all are sharded, and between other ranks than those that exchange.
 
-    Beside shards on a single rank, which are whole, there may be others.
+    If the shards' mesh has only one rank, other parameters need not be sharded.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
     outside = [(name, p) for name, p in trained if not is_sharded(p)]
@@ -150,7 +147,7 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
     if outside and split:
         raise ConfigError(
             f"{', '.join(_shown_parameter(name, p) for name, p in outside)}: no fully_shard() holds these "
-            "parameters, and the ranks of a node would train them apart, each on its own gradient: apply fully_shard() "
+            "parameters, and each rank of a node would train them on its own gradient only: apply fully_shard() "
             "to the whole model, last, or freeze them"
         )
     for name, p in trained:
@@ -166,7 +163,7 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
             )
 
 
-# Torch keeps no list of them, and they leave nothing on a parameter.
+# All DDP models. Torch keeps no list of them, and they leave no mark on a parameter.
 _ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
@@ -179,7 +176,7 @@ register_module_module_registration_hook(_remember_ddp)
 
 
 def ddp_over(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
-    """List the DDP models, built since this module was imported, that hold some of these parameters."""
+    """Return the DDP models that hold some of these parameters, if built after this module was imported."""
     ids = {id(p) for p in parameters}
     return [ddp for ddp in list(_ddps) if not ids.isdisjoint(map(id, ddp.parameters()))]
 
@@ -189,7 +186,7 @@ def _shown_parameter(name: str, p: torch.Tensor) -> str:
 
 
 def job_of(group: dist.ProcessGroup | None = None) -> TorchJob:
-    """The ranks of a process group; without one Horovod's if it is initialised, else torch's."""
+    """Return the ranks of a process group; without one, Horovod's ranks if it is initialised, else torch's."""
     hvd = sys.modules.get("horovod.torch")
     horovod_runs = hvd is not None and hvd.is_initialized()
     if group is not None or (dist.is_available() and dist.is_initialized() and not horovod_runs):
@@ -198,7 +195,7 @@ def job_of(group: dist.ProcessGroup | None = None) -> TorchJob:
 
 
 def require_dense(job: TorchHorovod) -> None:
-    """See that Horovod averages dense gradients on all ranks of a process set. Collective over it.
+    """Require that no rank of a process set has a compressor, so that Horovod averages dense gradients. Collective.
 
     Raises:
         ConfigError: another rank has a compressor, or fails.
@@ -208,19 +205,19 @@ def require_dense(job: TorchHorovod) -> None:
 
 
 class DistributedTransport(LibraryTransport):
-    """Collectives of a Gloo group of its own, so that DDP, FSDP and the script share no group with the exchange.
+    """A transport over a new Gloo group, because the exchange must not share a group with DDP, FSDP and the script.
 
-    Lies here and not in :mod:`dgc.transport`, which knows no framework.
+    It is defined here, because :mod:`dgc.transport` imports no framework.
     """
 
     name = "torch.distributed"
     shut_down = "torch.distributed is shut down: stop exchanging before destroy_process_group()"
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Make the group. Collective over the ranks of ``group``, all ranks if None."""
+        """Make the Gloo group. Collective over the ranks of ``group``, or over all ranks if it is None."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        # Not dist.new_group(): it names a part of the ranks after the number of a rank's groups.
-        # Ranks may differ in it, and after a group was destroyed it comes again; both would hang.
+        # dist.new_group() is not used. It names a new group after the number of the rank's groups. This number may
+        # differ between ranks, and repeats after a group was destroyed; both would hang.
         name, store = f"dgc/{dist.get_process_group_ranks(group)}", dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
         self._group = _Group(dist.ProcessGroupGloo(store, rank, size, _timeout_of(group)))
@@ -263,13 +260,13 @@ class DistributedTransport(LibraryTransport):
             ) from error.with_traceback(None)
 
     def close(self) -> None:
-        """End the group of its own; the others go on."""
+        """End the Gloo group; the script's groups stay."""
         super().close()
         self._group.end(0.0)
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """Return how long a collective of ``group`` waits for another rank, as given to ``init_process_group()``."""
+    """Return the timeout of ``group``'s collectives, which was given to ``init_process_group()``."""
     group = group or dist.distributed_c10d._get_default_group()
     backends = [group._get_backend(device) for device in group._device_types]
     known = [backend.options._timeout for backend in backends if hasattr(getattr(backend, "options", None), "_timeout")]
@@ -279,9 +276,10 @@ def _timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
 class _Group:
     """A Gloo group that ends before the interpreter does.
 
-    Gloo's threads take the GIL to release tensors, some time after ``wait()``; once the interpreter ends that aborts
-    the process ("terminate called without an active exception"). The group's destructor joins them. So does a thread
-    that comes back from ``wait()`` then. Where another rank does not come, it is parked with all that it holds.
+    Gloo's threads take the GIL to release tensors, some time after ``wait()``. If the interpreter is ending, this
+    aborts the process ("terminate called without an active exception"). So the group is dropped before, and its
+    destructor joins the threads. A thread that still waits for another rank at that time is parked for ever with all
+    its objects, because its return from ``wait()`` would take the GIL, too.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
@@ -301,12 +299,12 @@ class _Group:
                         self._parked.set()
                         threading.Event().wait()
             except RuntimeError as error:
-                raise error.with_traceback(None) from None  # its frames have the work
+                raise error.with_traceback(None) from None  # the traceback's frames would keep the work alive
             finally:
-                del work  # its destructor takes the GIL again as well, which must not be after :meth:`end`
+                del work  # its destructor takes the GIL, which must not happen after end()
 
     def end(self, patience: float, *, at_exit: bool = False) -> None:
-        """Drop the group, unless a collective is under way for longer than ``patience`` seconds."""
+        """Drop the group, unless a collective runs for longer than ``patience`` seconds."""
         if self._in_use.acquire(timeout=patience):
             self._gloo = None
             self._in_use.release()
@@ -316,7 +314,7 @@ class _Group:
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Whether a collective ends soon."""
+    """Wait a second for a collective; return whether it has ended."""
     try:
         work.wait(_BEAT)
     except RuntimeError:
@@ -333,12 +331,12 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors on all ranks with those of one rank, by torch.distributed. Collective over ``group``.
 
-    Ranks outside it do nothing.
+    Ranks outside the group do nothing.
 
     Args:
-        parameters: ``model.state_dict()``, which holds buffers as well, or (name, tensor) pairs.
-        root_rank: rank in the group whose values are sent; of sharded tensors its shards.
-        group: a process group; all ranks if None.
+        parameters: ``model.state_dict()``, which also holds buffers, or (name, tensor) pairs.
+        root_rank: the rank in the group that sends its values; of sharded tensors it sends its shards.
+        group: a process group; None means all ranks.
 
     Raises:
         ConfigError: torch.distributed is not initialised.

@@ -1,9 +1,9 @@
-"""Elastic Horovod: a state that takes the compressor along, and the decorator that goes with it.
+"""Elastic Horovod: a state that includes the compressor, and the decorator for it.
 
 state = dgc.torch.elastic.TorchState(model=model, optimizer=torch.optim.SGD(...), compression=dgc.Compression.dgc(...))
 
-A new rank may meet the others only where all of them are: in the decorated function. So the optimizer is wrapped there,
-by each group of ranks anew, and is a plain one in between.
+All ranks, old and new, meet only at the start of the decorated function. So each group of ranks wraps the optimizer
+there; outside of the function it is a plain optimizer.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from dgc.transport.local import local_world
 
 State = dict[str, Any]
 
+# Attributes that ``dgc.torch.DistributedOptimizer`` sets on an optimizer.
 _WRAPPING = (
     *("compression", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"),
     "__reduce_ex__",
 )
-"""What ``dgc.torch.DistributedOptimizer`` sets on an optimizer."""
 
 
 class TorchState(hvd.elastic.TorchState):
     """``hvd.elastic.TorchState`` of a model, its plain optimizer, a compressor and the script's own values.
 
-    What a rank had not sent leaves with it; a warning on rank 0 counts the ranks. Other residuals are redistributed as
-    with ``load_state_dict(states, resize=True)``.
+    The residuals of a rank that leaves are lost, and rank 0 warns. Other residuals are redistributed as with
+    ``load_state_dict(states, resize=True)``.
 
     Attributes:
-        compression: the compressor, within the decorated function.
+        compression: the compressor; None outside of the decorated function.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class TorchState(hvd.elastic.TorchState):
         wrapping: dict[str, Any] | None = None,
         **values: object,
     ) -> None:
-        """Take what is committed and restored together. Local: no communication.
+        """Take the objects that are committed and restored together.
 
         Args:
-            model: all of whose parameters have names in the compressor.
-            optimizer: not wrapped.
-            compression: bound to nothing.
+            model: the model.
+            optimizer: its optimizer, not wrapped.
+            compression: a compressor that is not bound.
             wrapping: further arguments of ``dgc.torch.DistributedOptimizer``.
-            values: of the script, such as ``epoch=0``.
+            values: values of the script, such as ``epoch=0``.
         """
         self._unbound, self._wrapping = compression, wrapping or {}
         self._committed: State | None = None
@@ -71,7 +71,7 @@ class TorchState(hvd.elastic.TorchState):
         self.compression: DGCCompressor | None = None
 
     def begin(self) -> None:
-        """Wrap the optimizer and load what was committed. Collective."""
+        """Wrap the optimizer and load the committed states. Collective."""
         self.compression = copy.copy(self._unbound)
         HOROVOD.elastic = True
         try:
@@ -87,17 +87,17 @@ class TorchState(hvd.elastic.TorchState):
             compression.load_state_dict(states, resize=True)
 
     def end(self) -> None:
-        """Leave a plain optimizer behind. Local: no communication."""
+        """Make the optimizer a plain one again."""
         if self.compression is not None:
             self.compression.close()
             self.compression = None
-            for name in _WRAPPING:  # backward_passes_per_step stays: hooks that a traceback keeps alive read it
+            for name in _WRAPPING:  # not backward_passes_per_step: a traceback may keep hooks alive that read it
                 self.optimizer.__dict__.pop(name, None)
 
     def sync(self) -> None:
-        """Broadcast all but the compressor's state; :meth:`begin` follows."""
-        # Horovod sends no options of an optimizer without state, and others in float32. It steps an optimizer that has
-        # no state, to make one.
+        """Broadcast everything but the compressor's state, which :meth:`begin` loads."""
+        # Horovod does not send the options of an optimizer without state, and sends others in float32. It steps an
+        # optimizer without state, to create one.
         groups = self.optimizer.param_groups
         own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         options = unpacked(broadcast_packed(HOROVOD, packed(own, "an optimizer's group"), 0))
@@ -112,7 +112,7 @@ class TorchState(hvd.elastic.TorchState):
 
     def save(self) -> None:  # noqa: D102
         super().save()
-        if self.compression is not None:  # one process has no residuals: what was committed before is of another moment
+        if self.compression is not None:  # one process has no residuals, and must drop those committed before
             self._committed = None if self.compression.engine is None else self.compression.state_dict()
 
 
@@ -139,7 +139,7 @@ def _parameters_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``hvd.elastic.run`` for a function whose first argument is a :class:`TorchState`."""
+    """Decorate a function whose first argument is a :class:`TorchState`, as ``hvd.elastic.run`` does."""
 
     @functools.wraps(function)
     def bound(state: TorchState, *args: Any, **kwargs: Any) -> Any:
@@ -155,10 +155,10 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) -> list[Any]:
-    """Return the states by old rank of which ``resized`` makes this rank's, with zeros for ranks that left. Collective.
+    """Return the states of the old ranks, with zeros for ranks that left, from which ``resized`` makes this rank's.
 
-    A rank that had committed another step than rank 0 counts as one that left. The list is empty if rank 0 has
-    committed nothing.
+    Collective. Entries that this rank does not need are None. A rank that has committed another step than rank 0 counts
+    as one that left. The list is empty if rank 0 has committed nothing.
     """
     rank, size = transport.rank, transport.size
     places = gather_values(transport, own and [own["step"], own["size"], own["rank"]])
@@ -169,7 +169,7 @@ def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) 
     _warn_of_lost([r for r in range(old_size) if r not in holders], old_size, step, rank)
 
     def sources(receiver: int) -> set[int]:
-        """The ranks whose states a rank needs; a rank without any needs one to learn what it holds."""
+        """Return the ranks whose states ``receiver`` needs. If it needs none, it gets rank 0's as a model."""
         found = {holders[r] for r in old_ranks_of(receiver, old_size, size) if r in holders}
         return found - {receiver} if receiver in holders.values() else found or {0}
 
@@ -194,8 +194,8 @@ def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) 
 def _warn_of_lost(lost: list[int], old_size: int, step: int, rank: int) -> None:
     if lost and rank == 0:
         warnings.warn(
-            f"{len(lost)} of {old_size} ranks left (ranks {', '.join(map(str, lost))}), and with them what they "
-            f"had not sent until step {step}",
+            f"{len(lost)} of {old_size} ranks left (ranks {', '.join(map(str, lost))}): what they "
+            f"had not sent until step {step} is lost",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,8 +1,8 @@
 """Update many parameters with few kernel calls: Bagua's ``fuse_optimizer`` for element-wise optimizers.
 
 The weights of a group that have the same type and device are moved into one flat buffer, once. ``fuse_step`` copies
-their gradients and state next to each other, and shows the optimizer one flat parameter in the place of many. Where
-anything is not as expected, the parameters of that buffer are stepped one by one.
+their gradients and state next to each other, and shows the optimizer one flat parameter instead of many. If the
+parameters of a buffer cannot be stepped together, they are stepped one by one.
 
 Letters: n elements of a flat buffer, m parameters in it. Offsets count elements.
 """
@@ -41,39 +41,40 @@ _ELEMENTWISE = (
 )
 _PLAIN_VALUES = (type(None), bool, int, float, str)
 
-# Cache lines and the widest vector loads are 64 bytes; no kernel asks for more than that of a weight.
+# Cache lines and the widest vector loads have 64 bytes, and no kernel needs more alignment.
 _ALIGNMENT = 64
 
 
 def fuse_optimizer(
     optimizer: Optimizer, do_flatten: bool = True, check_flatten: bool = True, *, elementwise: bool = False
 ) -> Optimizer:
-    """Let ``optimizer`` update many parameters as one, by ``fuse_step``; its ``step`` and results stay as they are.
+    """Give ``optimizer`` a method ``fuse_step``, which updates many parameters as one. ``step`` does not change.
 
-    Parameters of a group with the same type and device are moved next to each other (``param.data`` is re-pointed, the
-    Parameter objects stay). Frozen, 0-dimensional, shared-memory and pinned parameters, tensor subclasses, and views of
-    somebody else's buffer stay where they are and are stepped one by one.
+    Parameters of a group with the same type and device are moved next to each other: ``param.data`` gets other memory,
+    the Parameter objects stay. Frozen, 0-dimensional, shared-memory and pinned parameters, tensor subclasses, and views
+    of other buffers are not moved and are stepped one by one.
 
     Call it last: after ``model.to(...)`` and after wrapping in a DistributedOptimizer. A copy of a fused optimizer is
     an ordinary optimizer.
 
     Args:
-        optimizer: a torch optimizer, one that Horovod's or dgc's ``DistributedOptimizer`` returned included.
-        do_flatten: move weights into flat memory. If False, only those are fused that lie side by side already.
+        optimizer: a torch optimizer; Horovod's or dgc's ``DistributedOptimizer`` may have returned it.
+        do_flatten: move weights into flat memory. If False, fuse only weights that are next to each other already.
         check_flatten: warn when parameters have left their flat memory. Only with ``do_flatten``.
-        elementwise: say that the class of ``optimizer``, which is not torch's, may be fused: the new value of an
-            element depends on that element's value, gradient and state, on the options of its group, on the loss, and
-            on state that is the same for all elements of a parameter (a step count), and on nothing else: on no norm
-            or mean over a parameter, no shape, no random number. Its state is in ``optimizer.state``, and it
-            calls its closure once, before the update.
+        elementwise: declare that the class of ``optimizer``, which is not torch's, may be fused. The new value of an
+            element may depend only on the element's value, gradient and state, on the options of its group, on the
+            loss, and on state that is equal for all elements of a parameter (a step count). It must not depend on a
+            norm, mean or shape of a parameter, or on random numbers. The state must be in ``optimizer.state``, and the
+            class must call its closure once, before the update.
 
     Returns:
         The same object, with a method ``fuse_step(closure=None)``.
 
     Raises:
-        RuntimeError: it is fused already.
-        TypeError: not a torch optimizer.
-        ConfigError: Horovod's optimizer with ``op=Adasum``; ``elementwise=True`` of a torch optimizer that is not.
+        RuntimeError: the optimizer is fused already.
+        TypeError: it is no torch optimizer.
+        ConfigError: it is Horovod's optimizer with ``op=Adasum``; or ``elementwise=True`` is given for an optimizer of
+            torch that does not work element by element.
 
     Source: Bagua, ``bagua.torch_api.contrib.fuse.optimizer``.
     """
@@ -96,7 +97,7 @@ def fuse_optimizer(
     if not (known or elementwise):
         warnings.warn(
             f"{cls.__name__} is not known to update every element of a parameter by itself: fuse_step() does what "
-            "step() does. If it does, have it fused with fuse_optimizer(optimizer, elementwise=True).",
+            "step() does. If you know that it does, call fuse_optimizer(optimizer, elementwise=True).",
             UserWarning,
             stacklevel=2,
         )
@@ -108,25 +109,25 @@ def fuse_optimizer(
 
 
 def is_fused_optimizer(optimizer: Optimizer) -> bool:
-    """Whether ``fuse_optimizer`` was applied to this object."""
+    """Return whether ``fuse_optimizer`` was applied to this object."""
     return isinstance(vars(optimizer).get("_dgc_fused"), _Fused)
 
 
 @untraced
 def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Step ``optimizer`` with few kernel calls; afterwards parameters and state are as ``step(closure)`` leaves them.
+    """Step ``optimizer`` with few kernel calls; parameters and state become the same as after ``step(closure)``.
 
-    May be mixed with ``step`` freely. Where others call ``step`` (a GradScaler, a trainer), let them call this one:
-    ``optimizer.step = optimizer.fuse_step``. Step hooks run once, with the optimizer's real groups. With Horovod's
+    A script may call ``step`` and ``fuse_step`` in any order. If other code calls ``step`` (a GradScaler, a trainer),
+    set ``optimizer.step = optimizer.fuse_step``. Step hooks run once, with the optimizer's real groups. With Horovod's
     DistributedOptimizer the closure runs first, then the gradients are averaged (unless inside
     ``skip_synchronize()``), then the step hooks run, then the update.
 
     Args:
         optimizer: a fused optimizer.
-        closure: clears the gradients, recomputes them and returns the loss. Called once, before the update.
+        closure: clears the gradients, recomputes them and returns the loss. It is called once, before the update.
 
     Returns:
-        What ``step(closure)`` returns: of torch's optimizers the loss, or None without a closure.
+        The result of ``step(closure)``: with torch's optimizers the loss, or None without a closure.
 
     Raises:
         AssertionError: the optimizer is not fused.
@@ -137,12 +138,12 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
             "one, such as a DistributedOptimizer, must be fused itself."
         )
     fused: _Fused = vars(optimizer)["_dgc_fused"]
-    vars(optimizer)["_opt_called"] = True  # learning rate schedulers ask whether step() was called before them
-    if fused.elementwise and hasattr(type(optimizer), "skip_synchronize"):  # Horovod's class, derived from the user's
+    vars(optimizer)["_opt_called"] = True  # learning rate schedulers check that step() was called before them
+    if fused.elementwise and hasattr(type(optimizer), "skip_synchronize"):  # a class that Horovod has derived
         closure = _evaluated(closure)
         _synchronize(optimizer)
     arguments = () if closure is None else (closure,)
-    # Not optimizer.step: that may be fuse_step itself, set by the user.
+    # Not optimizer.step, because a user may have set that to fuse_step.
     step = _hooked_update if fused.elementwise else type(optimizer).step
     try:
         return step(optimizer, *arguments)
@@ -161,7 +162,7 @@ _hooked_update = Optimizer.profile_hook_step(_update_fused)
 
 
 def _evaluated(closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
-    """Evaluate ``closure`` now, with gradients enabled as torch does; the result returns the loss it had."""
+    """Call ``closure`` now, with gradients enabled as torch does; return a function that returns its loss."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -170,7 +171,7 @@ def _evaluated(closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
 
 
 def _synchronize(optimizer: Any) -> None:
-    """What Horovod's ``step`` does ahead of the local update (0.28.1, ``horovod/torch/optimizer.py``)."""
+    """Do what Horovod's ``step`` does before the local update (0.28.1, ``horovod/torch/optimizer.py``)."""
     if optimizer._should_synchronize:
         if optimizer._synchronized:
             warnings.warn(
@@ -184,28 +185,28 @@ def _synchronize(optimizer: Any) -> None:
 
 
 def _update_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The class whose ``step`` is the update alone: the one behind the class that Horovod derives from the user's."""
+    """Return the user's class, whose ``step`` is only the update, also if Horovod has derived a class from it."""
     return next(cls for cls in type(optimizer).__mro__ if "skip_synchronize" not in vars(cls))
 
 
 def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """The ``step`` of a class as it was written: torch wraps it to run step hooks around it."""
+    """Return the ``step`` of a class without torch's wrapper, which runs step hooks."""
     step = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class _Fused:
-    """What a fused optimizer remembers: its options, and the flat buffers of its groups."""
+    """The options of a fused optimizer, and the flat buffers of its groups."""
 
     def __init__(self, cls: type[Optimizer], elementwise: bool, do_flatten: bool, check_flatten: bool) -> None:
         self.elementwise = elementwise
         self._cls, self._do_flatten, self._check_flatten = cls, do_flatten, check_flatten
         self._flats: list[_Flat] = []
-        self._seen: dict[int, Tensor] = {}  # parameters that were flattened, or could not be
+        self._seen: dict[int, Tensor] = {}  # parameters that were flattened or cannot be
 
     @torch.no_grad()
     def flatten(self, optimizer: Optimizer) -> None:
-        """Give parameters that are trainable for the first time their flat memory, once in their life."""
+        """Move parameters into flat memory, each once, when it is trainable for the first time."""
         for group in optimizer.param_groups:
             new = {id(p): p for p in group["params"] if id(p) not in self._seen and p.requires_grad}
             self._seen.update(new)
@@ -214,7 +215,7 @@ class _Fused:
                 kinds[p.dtype, p.device].append(p)
             for members in kinds.values():
                 placed = sorted(members, key=Tensor.data_ptr)
-                if not _are_adjacent(placed):  # moved in the group's order, whatever the allocator did
+                if not _are_adjacent(placed):  # move them in the group's order, not in the allocator's
                     placed = _moved(members, optimizer) if self._do_flatten else []
                 if len(placed) > 1:
                     self._flats.append(_Flat(placed))
@@ -229,7 +230,7 @@ class _Fused:
                 warnings.warn(
                     f"{sum(len(flat.members) for flat in lost)} flattened parameters, or some of them, are no longer "
                     "where fuse_optimizer put them (after model.to(...), load_state_dict(assign=True) or another "
-                    "library's flattening, for example). They are updated one by one from now on: results stay right, "
+                    "library's flattening, for example). From now on they are updated one by one: results stay right, "
                     "but the speed is lost. Call fuse_optimizer last, on a new optimizer.",
                     UserWarning,
                     stacklevel=2,
@@ -239,7 +240,7 @@ class _Fused:
         self._flats = [part for flat in self._flats for part in flat.split()]
         for group in groups:
             here = {id(p) for p in group["params"]}
-            # A differentiable step must see the user's own tensors; a parameter that is listed twice is stepped twice.
+            # A differentiable step needs the user's own tensors. A parameter that is listed twice is stepped twice.
             plain = group.get("differentiable") or len(here) < len(group["params"])
             flats = [flat for flat in self._flats if not plain and flat.ids <= here and flat.gather(state)]
             fused = set().union(*(flat.ids for flat in flats))
@@ -250,25 +251,26 @@ class _Fused:
         for flat in used:
             state[flat.weight] = flat.state
         optimizer.param_groups = shown
-        # A class that calls super().step() would run the hooks again, on parameters the user does not know.
+        # A class that calls super().step() would run the hooks again, on parameters that the user does not know.
         optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
             return _plain_step(self._cls)(optimizer, *(() if closure is None else (closure,)))
         finally:
-            # After an error too: what the step had done by then is done, as it is when a plain step fails.
+            # Also after an error: as with a plain step, the updates that were made before the error stay.
             optimizer.param_groups = groups
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
             for flat in used:
                 flat.state = state.pop(flat.weight, {})
                 flat.scatter_state(state)
-            for group, seen in zip(groups, shown, strict=True):  # some optimizers keep counters among the options
+            for group, seen in zip(groups, shown, strict=True):  # some optimizers store counters in the groups
                 group.update((key, value) for key, value in seen.items() if key != "params")
 
 
 class _Held(NamedTuple):
-    """One key of a flat parameter's state: the tensor that the optimizer is shown, and what the members have of it.
+    """One key of a flat parameter's state: the tensor that the optimizer sees, and the members' shares.
 
-    That are parts of the tensor, (n,), or of a value that a parameter has once, as Adam's step, ``copies``, (m, ...).
+    The shares are parts of the tensor, (n,). For a value that each parameter has once, such as Adam's step count, they
+    are parts of ``copies``, (m, ...).
     """
 
     shown: Tensor
@@ -277,14 +279,14 @@ class _Held(NamedTuple):
 
 
 class _Flat:
-    """Parameters without gaps between them, stepped as one."""
+    """Parameters without gaps between them, which are stepped as one."""
 
     def __init__(self, members: Sequence[Tensor]) -> None:
         self.members = list(members)
         self.ids = {id(p) for p in members}
         self._offsets = _offsets(members)
         self._places_in_storage = _places_in_storage(members)
-        # Holds the storage: as long as it lives no other allocation can take a member's address.
+        # This keeps the storage alive, so that no other allocation can get a member's address.
         self.weight = torch.nn.Parameter(_alias(members[0].detach(), 0, torch.empty(self._offsets[-1], device="meta")))
         self.weight.grad = torch.empty_like(self.weight)
         self._gradients = self._parts(self.weight.grad)
@@ -296,7 +298,7 @@ class _Flat:
         return _places_in_storage(self.members) == self._places_in_storage
 
     def split(self) -> list[_Flat]:
-        """Itself, or the parts on both sides of parameters without gradients: most often unused ones, which stay so."""
+        """Return [self], or parts between parameters without gradients, which are mostly unused for ever."""
         runs = itertools.groupby(self.members, key=lambda p: p.grad is None)
         parts = [list(run) for missing, run in runs if not missing]
         if not parts or len(parts[0]) == len(self.members):
@@ -304,13 +306,13 @@ class _Flat:
         return [_Flat(part) for part in parts if len(part) > 1]
 
     def gather(self, state: Mapping[Tensor, dict]) -> bool:
-        """Bring the members' gradients and state together; False if one step cannot update all of them."""
+        """Bring the members' gradients and state together; return False if one step cannot update all of them."""
         return self._gather_gradients() and self._gather_state(state)
 
     def _gather_gradients(self) -> bool:
-        """Bring gradients to their place, where the optimizer steps on them; False if they cannot be fused.
+        """Copy gradients into the flat buffer that the optimizer uses; return False if they cannot be fused.
 
-        The user sees that place as ``.grad``, so an optimizer that changes gradients in place, or a loop that
+        Parts of this buffer become ``.grad``. So an optimizer that changes gradients in place, or a loop that
         accumulates without clearing, behaves as with a plain step.
         """
         flat: Any = self.weight.grad
@@ -322,12 +324,12 @@ class _Flat:
             if grad.is_conj() or grad.is_neg():
                 return False
             if (grad.data_ptr(), grad.stride()) != place:
-                if begin <= grad.data_ptr() < begin + flat.nbytes:  # another view of this very buffer
+                if begin <= grad.data_ptr() < begin + flat.nbytes:  # another view of this buffer
                     return False
                 moved.append(i)
         if not moved:
             return True
-        # Horovod calls p.grad.set_(...), which moves the very tensor that was handed out.
+        # Horovod calls p.grad.set_(...), which gives the tensor that we have handed out other memory.
         if _places_in_storage(self._gradients) != self._gradient_places:
             self._gradients = self._parts(flat)
         targets = [self._gradients[i] for i in moved]
@@ -337,7 +339,7 @@ class _Flat:
         return True
 
     def _gather_state(self, state: Mapping[Tensor, dict]) -> bool:
-        """Make ``self.state`` what the members' state is; False if they differ in more than their elements."""
+        """Build ``self.state`` from the members' states; return False if they differ in more than their elements."""
         states = [state.get(p, {}) for p in self.members]
         keys, self.state = states[0].keys(), {}
         self._held = {key: held for key, held in self._held.items() if key in keys}
@@ -358,7 +360,7 @@ class _Flat:
                     return False
                 self._hold(key, held, states)
             if held.copies is not None:
-                # Somebody else, a plain step perhaps, may have written to them.
+                # Other code, such as a plain step, may have written to them.
                 held.shown.copy_(held.copies[0])
                 if not (held.copies == held.copies[0]).all():
                     return False
@@ -366,7 +368,7 @@ class _Flat:
         return True
 
     def _held_of(self, values: list[Any]) -> _Held | None:
-        """The members' tensors of one key in new memory; None if they are neither elements nor one value each."""
+        """Copy the members' tensors of one key into new memory; None if they are neither elements nor single values."""
         first = values[0]
         for value in values:
             if not isinstance(value, Tensor) or value.layout is not torch.strided or value.requires_grad:
@@ -381,10 +383,10 @@ class _Flat:
         if any(value.numel() != 1 or value.shape != first.shape for value in values):
             return None
         copies = torch.stack(values)
-        return _Held(first.clone(), list(copies), copies)  # views of one buffer: one call writes them all
+        return _Held(first.clone(), list(copies), copies)  # views of one buffer, so that one call writes all
 
     def scatter_state(self, state: Mapping[Tensor, dict]) -> None:
-        """Give the members what the step left in ``self.state``; after it autograd knows that they were written."""
+        """Give the members the state that the step left in ``self.state``, and tell autograd that they have changed."""
         for p in self.members:
             torch.autograd.graph.increment_version(p)
         if not self.state and self.members[0] not in state:
@@ -415,14 +417,14 @@ class _Flat:
             s[key] = share
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
-        """Every member's place in ``flat`` (n,)."""
+        """Return every member's part of ``flat``, (n,)."""
         return [_alias(flat, offset, p) for p, offset in zip(self.members, self._offsets, strict=False)]
 
 
 def _moved(members: list[Tensor], optimizer: Optimizer) -> list[Tensor]:
-    """Move weights that own their memory into one buffer; values and strides stay.
+    """Move weights that own their memory into one buffer; keep values and strides.
 
-    The more aligned a weight's size is, the earlier it comes. So every weight starts as well aligned as its own size
+    Weights are ordered by the alignment of their size, largest first. So every weight is aligned as well as its size
     allows, without padding, and matrix kernels keep their fast paths.
     """
     everywhere = (p for group in optimizer.param_groups for p in group["params"] if p.layout is torch.strided)
@@ -444,24 +446,24 @@ def _places_in_storage(tensors: Iterable[Tensor]) -> list[tuple[int, tuple[int, 
 
 
 def _offsets(members: Sequence[Tensor]) -> list[int]:
-    """(m + 1,) where each begins, and n."""
+    """Return where each member begins, and n: (m + 1,)."""
     return list(itertools.accumulate((p.numel() for p in members), initial=0))
 
 
 def _alias(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A tensor of ``like``'s shape and strides on part of ``flat``'s memory, which autograd does not know as a view.
+    """Return a tensor with the shape and strides of ``like`` in ``flat``'s memory that is no view for autograd.
 
-    A plain view shares its version counter and its "is a view" flag with its base, and some in-place calls refuse
-    views. Gradients and weights handed to the user must behave like ordinary tensors.
+    A plain view shares its version counter with its base, and some in-place calls refuse views. Gradients and weights
+    that a user sees must behave like ordinary tensors.
     """
     out = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return out.set_(flat.untyped_storage(), flat.storage_offset() + offset, like.shape, like.stride())
 
 
 def _is_fusable(p: Tensor) -> bool:
-    """Whether ``p`` could be part of a flat parameter: an ordinary tensor that fills its memory without gaps.
+    """Return whether ``p`` can be part of a flat parameter: an ordinary tensor without gaps in its memory.
 
-    A 0-dimensional one is left out because its per-element state cannot be told from a value such as Adam's ``step``.
+    A 0-dimensional tensor cannot, because its state per element looks like a single value such as Adam's ``step``.
     """
     if type(p) not in (torch.nn.Parameter, Tensor) or p.layout is not torch.strided or p.is_conj() or p.is_neg():
         return False
@@ -480,7 +482,7 @@ def _owns_its_memory(p: Tensor) -> bool:
 
 
 def _are_adjacent(members: Sequence[Tensor]) -> bool:
-    """Whether parameters, by ascending address, lie in one storage without gaps. Two allocations may touch, too."""
+    """Return whether parameters, sorted by address, lie in one storage without gaps. Two storages may touch, too."""
     storages = {p.untyped_storage().data_ptr() for p in members}
     ends = [p.data_ptr() + p.nbytes for p in members]
     return len(storages) == 1 and ends[:-1] == [p.data_ptr() for p in members[1:]]

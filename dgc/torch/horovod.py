@@ -1,10 +1,9 @@
-"""Horovod for torch: its ranks, its collectives as a transport, limits to its waits, and what its interface leaves out.
+"""Horovod for torch: its ranks, its collectives as a transport, limits to its waits, and looks into Python frames.
 
-``hvd.DistributedOptimizer`` derives a class from the given optimizer's, builds a new optimizer from its
-``param_groups``, and gives a compressor no reference to it. ``hvd.broadcast_optimizer_state`` steps the optimizer with
-zero gradients, on those ranks alone that have no state yet. ``GradScaler.step`` leaves no trace on an optimizer.
-Python's frames show all three, where an optimizer is built, in the hook of its ``state_dict()``, and in its first step.
-No other module of this adapter looks into frames.
+Horovod's and torch's interfaces do not tell three facts, which Python's frames show. ``hvd.DistributedOptimizer``
+derives a class from the given optimizer's, builds a new optimizer from its ``param_groups``, and gives a compressor no
+reference to it. ``hvd.broadcast_optimizer_state`` steps the optimizer with zero gradients, but only on ranks that have
+no state yet. ``GradScaler.step`` leaves no trace on an optimizer. No other module of this adapter looks into frames.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from dgc.transport.mpi import LIMIT_VARIABLE, longest_wait
 # Elements per broadcast: MPI counts are int32.
 _PIECE = 2**30
 
-_left_behind: list[object] = []
-"""What an error left with Horovod's thread; see :func:`hold`."""
+_left_behind: list[object] = []  # tensors that Horovod's thread may still use after an error; see hold()
 
 
 class TorchHorovod(Horovod):
@@ -56,7 +54,7 @@ class TorchHorovod(Horovod):
             if not initialized or (dist.is_available() and dist.is_initialized()):
                 raise
             first = "call torch.distributed.init_process_group() (under torchrun) or hvd.init() (Horovod) first"
-            if "hvd.init()" not in str(error):  # it is not the one thing that is missing
+            if "hvd.init()" not in str(error):  # more than hvd.init() is missing
                 first += f"; for Horovod: {error}"
             raise ConfigError(first) from error
 
@@ -73,13 +71,13 @@ class TorchHorovod(Horovod):
         return HorovodTransport(self)
 
     def ranks(self) -> list[int]:
-        """List these ranks by their numbers among all ranks."""
+        """Return these ranks' numbers among all ranks."""
         return list(self.members.ranks or range(self.size))
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to overwrite (name, root, tensor) with that of the rank ``root`` of this job; call the result to wait.
+        """Begin to overwrite each tensor of (name, root, tensor) with that of rank ``root``; call the result to wait.
 
-        Collective. A name is the same on all ranks, and unlike that of any other collective at the same time.
+        Collective. A name must be the same on all ranks, and no other collective may have it at the same time.
         """
         hvd, ranks = self.module(), self.ranks()
         pending: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -97,7 +95,7 @@ class TorchHorovod(Horovod):
         for name, root, tensor in tensors:
             data = tensor.detach()
             flat = data.contiguous()
-            # Horovod knows no bfloat16 on every backend, and bytes are bytes.
+            # Not every backend of Horovod supports bfloat16, so its bits are sent as int16.
             carried = flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat
             for i, piece in enumerate(carried.view(-1).split(_PIECE)):
                 holder = hold(piece)
@@ -114,7 +112,7 @@ HOROVOD = TorchHorovod()
 
 
 def _gather_tensor(tensor: torch.Tensor, name: str, process_set: object) -> torch.Tensor:
-    """Return the members' tensors joined along their first dimension, as hvd.allgather does, in a tensor of ours."""
+    """Return the members' tensors joined along their first dimension, as hvd.allgather does, in a tensor held by us."""
     from horovod.torch import mpi_ops
 
     joined = tensor.new()
@@ -126,7 +124,7 @@ def _gather_tensor(tensor: torch.Tensor, name: str, process_set: object) -> torc
 
 
 def _deal_tensor(tensor: torch.Tensor, ranks: int, name: str, process_set: object) -> torch.Tensor:
-    """Return what hvd.alltoall does, in a tensor of ours."""
+    """Return the result of hvd.alltoall in a tensor held by us."""
     from horovod.torch import mpi_ops
 
     dealt, given = tensor.new(), torch.empty(0, dtype=torch.int32)
@@ -143,16 +141,16 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
 
     It prevents a deadlock. When the last C++ reference to a tensor goes, PyTorch takes the GIL to release its Python
     object. At a shutdown Horovod's thread drops its tensors while it holds the lock of its queue. Another thread that
-    has the GIL and waits for this lock would wait forever. A gradient is safe because its parameter refers to it; a
-    tensor of our own needs another one that does.
+    has the GIL and waits for this lock would wait for ever. A gradient is safe because its parameter refers to it. Our
+    own tensors need such a reference, too.
     """
-    holder = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)  # of one element's memory
+    holder = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)  # memory for one element
     holder.grad = tensor
     return holder
 
 
 def wait_for(handles: Iterable[object]) -> None:
-    """Wait for collectives that all ranks have begun, or begin now."""
+    """Wait for collectives that all ranks have begun or will begin."""
     from horovod.torch import mpi_ops
 
     for handle in handles:
@@ -160,10 +158,10 @@ def wait_for(handles: Iterable[object]) -> None:
 
 
 class Placeholders:
-    """The one-element tensors that Horovod reduces in the place of gradients; they are reused."""
+    """The one-element tensors that Horovod reduces instead of gradients. They are reused."""
 
     def __init__(self) -> None:
-        self._holders: list[torch.Tensor] = []  # of all, also of those that an error left with Horovod
+        self._holders: list[torch.Tensor] = []  # for all placeholders, also those that Horovod has after an error
         self._free: list[torch.Tensor] = []
 
     def take(self) -> torch.Tensor:
@@ -175,19 +173,19 @@ class Placeholders:
         return one
 
     def give_back(self, placeholder: torch.Tensor, value: float) -> None:
-        """Reuse a placeholder in which Horovod has left ``value``: mostly 1.0, the average of ones."""
+        """Reuse a placeholder, in which Horovod has left ``value``; mostly 1.0, the average of ones."""
         self._free.append(placeholder if value == 1.0 else placeholder.fill_(1.0))
 
 
 class HorovodTransport(LibraryTransport):
-    """Collectives of ``horovod.torch`` on CPU tensors that share memory with the caller's arrays.
+    """A transport over the collectives of ``horovod.torch``, on CPU tensors that share memory with the caller's arrays.
 
-    Tensor names are explicit, equal on all ranks and repeat from step to step, so that Horovod's response cache knows
-    them; they contain the size, since another first dimension under the same name would miss that cache. One call takes
-    about 2 ms on MPI, of which Horovod's cycle time and its 1 ms polling are the most.
+    Tensor names are equal on all ranks and repeat from step to step, so that Horovod's response cache finds them. They
+    contain the size, because another size under the same name would miss that cache. One call takes about 2 ms on MPI,
+    most of it Horovod's cycle time and its polling.
 
-    Horovod may fuse a large sum with other tensors that are sent at the same time, so its last bits can differ between
-    two runs, though never between ranks.
+    Horovod may fuse a large sum with other tensors that are sent at the same time. So its last bits can differ between
+    two runs, but never between ranks.
     """
 
     name, shut_down = "horovod", SHUT_DOWN
@@ -198,7 +196,7 @@ class HorovodTransport(LibraryTransport):
         self._prefix = job.unique_name("dgc.transport")
 
     def _gather(self, message: np.ndarray) -> np.ndarray:
-        # torch warns about memory it may not write, though nothing writes here.
+        # Copy read-only memory: torch would warn about it, although nothing writes here.
         tensor = torch.from_numpy(message if message.flags.writeable else message.copy())
         return self._run(lambda name: _gather_tensor(tensor, name, self._members), f"allgather.{message.size}").numpy()
 
@@ -230,11 +228,11 @@ class HorovodTransport(LibraryTransport):
 
 
 class Heartbeat:
-    """At the beginning of each step: the sum of a 1.0 from every rank, where Horovod's collectives are the transport.
+    """Sums a 1.0 from every rank at the beginning of each step, if Horovod's collectives are the transport.
 
-    A rank that called ``hvd.join()`` answers Horovod's allreduces with zeros, but its allgathers with an error that
-    ends it. The sum is awaited for no longer than ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` where that is set: Horovod's
-    own inspector does not look at an operation that is in the ranks' caches, as this one is after the first step.
+    A rank that has called ``hvd.join()`` answers an allreduce with zeros, but an allgather with an error that ends the
+    rank. If ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` is set, it limits the wait for the sum. Horovod's own inspector
+    does not check operations that are in the ranks' caches, as this one is after the first step.
     """
 
     def __init__(self, job: TorchHorovod, stats: Callable[[], Stats]) -> None:
@@ -246,7 +244,7 @@ class Heartbeat:
         self._holder = hold(self._one)
 
     def __call__(self) -> None:
-        """Count the ranks."""
+        """Count the ranks; raise an error unless all of them take part."""
         hvd = self._job.module(initialized=False)
         self._stats().beside += self._one.nbytes
         deadline = time.monotonic() + self._limit
@@ -258,7 +256,7 @@ class Heartbeat:
                 if time.monotonic() > deadline:
                     raise StallError(
                         f"rank {hvd.rank()} gives up at the beginning of a step: it has waited {self._limit:g} s for a "
-                        "rank that is busy with something else (a checkpoint that it saves alone, an evaluation), "
+                        "rank that is busy with something else (an evaluation, a checkpoint of this rank only), "
                         "stopped, or cut off. Every step, save_checkpoint() and load must come on all ranks, in the "
                         f"same order. {LIMIT_VARIABLE} is the longest wait in seconds (0: for ever)"
                     )
@@ -267,16 +265,16 @@ class Heartbeat:
         except (RuntimeError, ValueError, TypeError) as error:
             if hvd.is_initialized():
                 raise
-            # After a shutdown Horovod itself speaks of a handle that was not created.
+            # After a shutdown, Horovod's own error is about a handle that was not created.
             raise TransportError(SHUT_DOWN) from error
         if round(total) != self._size:
             raise ConfigError(f"only {total:g} of {self._size} ranks exchange gradients: {JOINED}")
 
 
-# Frames between Horovod's optimizer and a compressor or a list of groups, at most.
+# The most frames between Horovod's optimizer and a compressor or a list of groups.
 _NEAR = 8
 
-# Frames between ``broadcast_optimizer_state`` or ``GradScaler.step`` and a step hook, at most.
+# The most frames between ``broadcast_optimizer_state`` or ``GradScaler.step`` and a step hook.
 _FAR = 12
 
 Owned = Callable[[torch.optim.Optimizer], None]
@@ -289,7 +287,7 @@ class _Announcing(list[dict[str, Any]]):
     report: weakref.WeakMethod[Owned]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Torch's constructor makes a list of its own of the groups."""
+        """Report the optimizer that torch's constructor builds: it copies the groups into a list of its own."""
         base, report = self.base(), self.report()
         if base is not None and report is not None:
             built = _caller(lambda found: _is_being_built(found, base))
@@ -304,9 +302,9 @@ class _Announcing(list[dict[str, Any]]):
 
 
 def announce_owner(base: torch.optim.Optimizer, report: Owned) -> None:
-    """Report the optimizer that Horovod is going to build from ``base``, as soon as it exists.
+    """Call ``report`` with the optimizer that Horovod is going to build from ``base``, as soon as it exists.
 
-    Groups that are no plain list are left alone: their optimizer is found when it hands over the first gradient.
+    Do nothing if the groups are no plain list. Then the optimizer is found at its first gradient.
     """
     if type(base.param_groups) is not list:
         return
@@ -319,7 +317,7 @@ def find_owner(compressor: object) -> torch.optim.Optimizer:
     """Return the Horovod optimizer that is calling ``compress()``."""
     owner = _caller(lambda found: getattr(found, "_compression", None) is compressor)
     if owner is None:
-        raise ConfigError("compress() was called by something else than a Horovod DistributedOptimizer for PyTorch")
+        raise ConfigError("compress() was not called by a Horovod DistributedOptimizer for PyTorch")
     return owner
 
 
@@ -342,7 +340,7 @@ def stepping_scaler(kind: type) -> Any:
 
 
 def _calling_frames(limit: int) -> list[FrameType]:
-    """List the frames of the callers, at most ``limit`` of them, beginning with the caller's caller."""
+    """Return up to ``limit`` frames of the callers, beginning with the caller's caller."""
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < limit:

@@ -1,7 +1,7 @@
 """``DGCMomentum``: Paddle's ``DGCMomentumOptimizer`` for PyTorch.
 
-It is a ``torch.optim.SGD`` in dgc's ``DistributedOptimizer``: the compressor takes momentum, Nesterov and decay out of
-it, as out of any SGD. What is here are Paddle's arguments, its regularizers, ``minimize`` and the form of its state.
+It is a ``torch.optim.SGD`` in dgc's ``DistributedOptimizer``. The compressor takes momentum, Nesterov and weight decay
+from it, as from any SGD. This module adds Paddle's arguments, regularizers, ``minimize`` and form of state.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ from dgc.torch.distributed import job_of
 from dgc.torch.optimizer import DistributedOptimizer
 from dgc.torch.tensors import describe
 
-_COMPARED = ("lr", "momentum", "nesterov", "weight_decay", "l1")
-"""Options of a group that all ranks must have alike."""
+_COMPARED = ("lr", "momentum", "nesterov", "weight_decay", "l1")  # options of a group that must be equal on all ranks
 
 
 class DGCMomentum(ExchangeMethods, torch.optim.SGD):
     """Momentum SGD with Deep Gradient Compression, under Paddle's names.
 
-    It averages gradients itself, beginning in ``backward()``; do not wrap it in a ``DistributedOptimizer``. It has that
-    one's methods ``synchronize()`` and ``skip_synchronize()``, and the compressor as its attribute ``compression``.
+    It averages gradients itself, beginning in ``backward()``; do not wrap it in a ``DistributedOptimizer``. It has the
+    methods ``synchronize()`` and ``skip_synchronize()`` of one, and its attribute ``compression`` is the compressor.
 
     Before ``rampup_begin_step`` it is momentum SGD on averaged gradients. From then on every tensor of at least
     ``min_numel`` elements sends its largest accumulated entries and keeps the rest for later.
 
-    With one process nothing is compressed, whatever the step: that would only delay updates. Paddle refuses to run
-    then; here it is a warning, so that a script can be tried out without a launcher.
+    One process compresses nothing, because that would only delay updates. Paddle then refuses to run; here it is a
+    warning, so that users can try a script without a launcher.
 
     Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
     """
@@ -82,17 +81,18 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         loss_scale: Any = 1.0,
         **codecs: Any,
     ) -> None:
-        """Build the optimizer; collective over the process set.
+        """Build the optimizer. Collective over the process set.
 
         Args:
             params: parameters, (name, parameter) pairs or group dicts. A group may have its own ``lr``, ``momentum``,
-                ``nesterov`` and ``regularization``. A parameter with an attribute ``regularizer``, which goes before
-                both, is moved to a group of its own at the end.
+                ``nesterov`` and ``regularization``. A parameter's attribute ``regularizer`` takes precedence; such
+                parameters are moved to groups of their own at the end.
             learning_rate: the step size.
             momentum: the momentum factor, in [0, 1).
             rampup_begin_step: the first compressed step, counted from 0.
             rampup_step: steps over which ``sparsity`` is walked through.
-            sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one stays.
+            sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one is used
+                afterwards.
             use_nesterov: Nesterov momentum.
             local_grad_clip_norm: c; the local gradient of a compressed tensor is scaled down to an L2 norm of
                 c * sqrt(P).
@@ -103,25 +103,25 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             min_numel: smaller tensors are sent dense.
             dtypes: names of the types that are compressed.
             exclude: name patterns (fnmatch) of parameters that are sent dense.
-            process_set: the Horovod process set to average over; None means all ranks, those of torch.distributed
-                where it is initialised and Horovod is not.
+            process_set: the Horovod process set to average over; None means all ranks: those of Horovod if it is
+                initialised, else those of torch.distributed.
             transport: "auto", "mpi", "horovod" or a transport.
-            loss_scale: the ``GradScaler`` of a script that has one.
+            loss_scale: the script's ``GradScaler``, if it has one.
             **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``,
                 ``momentum_masking=None``, ``sparse_updates=True``.
 
         Raises:
-            ArgumentError: (an AssertionError) what Paddle asserts: missing learning rate or momentum, a negative
-                ``rampup_begin_step``, a clipping norm that is no float, ``num_trainers`` missing for it or not the
-                number of ranks, a regulariser of another kind.
-            ConfigError: (a ValueError) another option out of range, or neither Horovod nor torch.distributed is
+            ArgumentError: (an AssertionError) Paddle has an assertion about it: the learning rate or momentum is
+                missing, ``rampup_begin_step`` is negative, the clipping norm is no float, ``num_trainers`` is missing
+                for it or is not the number of ranks, the regulariser is of another kind.
+            ConfigError: (a ValueError) another option is out of range, or neither Horovod nor torch.distributed is
                 initialised.
-            TypeError: ``params`` or ``rampup_begin_step`` is missing, or an unknown option.
+            TypeError: ``params`` or ``rampup_begin_step`` is missing, or an option is unknown.
             LayoutError: ranks disagree about the parameters.
         """
         arguments = dict(locals())
         if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
-            raise ConfigError("DGCMomentum averages gradients itself; use it as it is, without DistributedOptimizer")
+            raise ConfigError("DGCMomentum averages gradients itself; use it without DistributedOptimizer")
         with errors_on_all_ranks(job_of(), process_set, transport=transport):
             require_parameters(params)
             job = job_of().of(process_set)
@@ -156,16 +156,16 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             compression.engine.decays_by_sign = {i for i, p in parameters if id(p) in l1}
 
     def minimize(self, loss: torch.Tensor) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """One whole iteration: clear the gradients, ``loss.backward()``, ``step()``.
+        """Make one step: clear the gradients, call ``loss.backward()`` and ``step()``.
 
         Args:
             loss: the value to minimise, with its graph.
 
         Returns:
-            An empty list (there are no operators here), and (parameter, its ``.grad`` after the step) pairs.
+            An empty list in place of Paddle's operators, and (parameter, its ``.grad`` after the step) pairs.
 
         Raises:
-            TypeError: another one of Paddle's arguments is given, which have no meaning here.
+            TypeError: another argument of Paddle's is given; these have no meaning here.
         """
         distributed: Any = self
         self.zero_grad()
@@ -176,7 +176,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         return [], [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Torch's constructor calls this; later groups are refused.
+        """Add a group while torch's constructor runs; refuse later ones.
 
         Raises:
             ConfigError: the optimizer is built already, or the group has ``weight_decay``.
@@ -191,25 +191,27 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, as copies: it differs between ranks, so save one per rank and never broadcast it.
+        """Return copies of this rank's state. It differs between ranks: save one per rank and never broadcast it.
 
         Returns:
-            Torch's ``"state"`` (empty where there are several processes) and ``"param_groups"``, and ``"compression"``:
-            u (the momentum buffers), v (what was not sent yet) and the step.
+            Torch's ``"state"`` (empty if there are several processes) and ``"param_groups"``, and ``"compression"``: u
+            (the momentum buffers), v (the residuals) and the step.
         """
         return {**super().state_dict(), "compression": self.compression.state_dict()}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], resize: bool = False
     ) -> None:
-        """Continue from a saved state; call it on all ranks.
+        """Continue from a saved state. Call it on all ranks.
 
         Args:
-            state_dict: what :meth:`state_dict` returned on this rank; with ``resize=True`` a list of all old ranks'.
+            state_dict: the result of :meth:`state_dict` on this rank; with ``resize=True`` a list of all old ranks'
+                states.
             resize: redistribute the state of N old ranks to this job's M ranks, so that the mean residual is kept.
 
         Raises:
-            StateError: (an AssertionError and a ValueError) it belongs to another model, rank or number of ranks.
+            StateError: (an AssertionError and a ValueError) the state belongs to another model, rank or number of
+                ranks.
             RuntimeError: a buffer is neither a tensor nor an array.
         """
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
@@ -225,21 +227,20 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         if (engine := self.compression.engine) is None:
             look()
         else:
-            engine.abandon()  # the transport belongs to a step until it is over
+            engine.abandon()  # an unfinished step would use the transport
             agree_or_raise(engine.transport, look, "states", LayoutError, "Load a state on every rank, each its own.")
         with as_state_error():
             own = [state["compression"] for state in states]
             self.compression.load_state_dict(own if resize else own[0], resize)
         super().load_state_dict({key: value for key, value in states[0].items() if key != "compression"})
 
-    set_dict = load_state_dict
-    """Paddle's name."""
+    set_dict = load_state_dict  # Paddle's name
 
     def __repr__(self) -> str:
         return super().__repr__() if self.options.name is None else f"{self.options.name}: {super().__repr__()}"
 
     def _part_regularized(self) -> None:
-        """Name all parameters, and move those that have a regularizer of their own to groups at the end."""
+        """Name all parameters, and move those with a regularizer of their own to new groups at the end."""
         for number, group in enumerate(list(self.param_groups)):
             own: dict[Regularizer, list[tuple[str, torch.Tensor]]] = {}
             rest: list[tuple[str, torch.Tensor]] = []
@@ -268,7 +269,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
 
 
 def _regularize(group: dict[str, Any], regularizer: Regularizer) -> dict[str, Any]:
-    """Set a group's decay; plain numbers, so that a state dict loads with ``weights_only=True``."""
+    """Set a group's decay as plain numbers, so that a state dict loads with ``weights_only=True``."""
     l1, l2 = coefficients(regularizer)
     group.update(weight_decay=l1 or l2, l1=l1 > 0)
     return group
@@ -281,7 +282,7 @@ def _holding(group: dict[str, Any], pairs: Sequence[tuple[str, torch.Tensor]]) -
 
 @torch.no_grad()
 def _add_l1(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Turn SGD's weight_decay * p into weight_decay * sign(p), where no compressor does."""
+    """Turn SGD's weight_decay * p into weight_decay * sign(p), in a job without a compressor."""
     for group in optimizer.param_groups:
         for p in group["params"] if group["l1"] else ():
             if p.grad is not None:

@@ -1,6 +1,6 @@
-"""Content that ranks hand to each other between steps, such as optimizer states, as bytes.
+"""Pack content that ranks send to each other between steps, such as optimizer states, into bytes.
 
-It holds tensors, numbers and texts in plain containers. Unpacking runs no code of the sender.
+The content may be tensors, numbers and texts in plain containers. Unpacking runs no code of the sender.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _CHUNK = 1 << 22  # bytes of each rank that are gathered at a time
 
 
 def packed(content: object, owner: str) -> np.ndarray:
-    """Return content as (n,) uint8.
+    """Return content as (n,) uint8. Errors name its ``owner``.
 
     Raises:
-        ConfigError: ``owner``, whose content it is, holds something that only pickle could carry.
+        ConfigError: the content holds an object that only pickle could carry.
     """
     for leaf in tree_leaves(content, is_leaf=lambda value: type(value) not in _CONTAINERS):
         if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
             raise ConfigError(
-                f"{owner} holds a {type(leaf).__name__}, which is not sent to other ranks: let it hold tensors, "
+                f"{owner} holds a {type(leaf).__name__}, which cannot be sent to other ranks: let it hold tensors, "
                 "numbers, and dictionaries and lists of them"
             )
     file = io.BytesIO()
@@ -66,7 +66,7 @@ def gather_packed(transport: Transport, own: np.ndarray, root: int = 0) -> list[
 def broadcast_packed(job: TorchJob, own: np.ndarray, root: int, device: torch.device | str = "cpu") -> np.ndarray:
     """Return the bytes of the rank ``root`` on all ranks. Collective.
 
-    They travel on ``device``: a process group of NCCL takes no tensors of the host.
+    They are sent from ``device``, because a process group of NCCL accepts no tensors in host memory.
     """
     size = job.gather(own.size, "packed")[root]
     content = torch.from_numpy(own) if job.rank == root else torch.empty(size, dtype=torch.uint8)

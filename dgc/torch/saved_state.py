@@ -1,7 +1,8 @@
-"""Follow what is saved from, loaded into and broadcast to the state of an optimizer, for its compressor.
+"""Notice that a script saves, loads or broadcasts the state of an optimizer, for the optimizer's compressor.
 
-A state dict of the optimizer holds neither u nor v: they belong to one rank and one moment. A script that loads one
-without the compressor's own state goes back to another moment. The compressor then drops u and v on every rank.
+An optimizer's state dict holds neither u nor v, which belong to one rank and one point of the training. If a script
+loads it without the compressor's own state, it goes back to another point. Then the compressor drops u and v on every
+rank.
 """
 
 from __future__ import annotations
@@ -20,30 +21,31 @@ from dgc.torch.horovod import broadcasting, is_running
 from dgc.torch.tensors import is_sharded, samples
 from dgc.torch.untraced import weakly
 
-# A key of saved states. Without it, a state after steps with a compressor looks like a new one: it has no momentum. Its
-# value is moment_of() the state, since an optimizer that has gone on without a compressor may have kept the key.
+# A key of saved states. It marks a state that was saved after steps with a compressor, which has no momentum and would
+# look like a new one. Its value is moment_of() the optimizer, because an optimizer that was stepped without a
+# compressor later may still have the key.
 #
-# In param_groups the key survives load_state_dict() of an optimizer that is not bound yet; bind() takes it out. Under
-# Horovod, and with sharded parameters, it stands beside the groups: hvd.broadcast_optimizer_state broadcasts the groups
-# key by key, and torch's distributed checkpoints ask a checkpoint for each of their keys. There a state that is loaded
-# before bind() looks like a new one.
+# The key is stored in param_groups, so that an optimizer that is not bound yet keeps it in load_state_dict(); bind()
+# removes it. Under Horovod, and with sharded parameters, it is stored next to the groups instead, because
+# hvd.broadcast_optimizer_state broadcasts the groups key by key, and torch's distributed checkpoints read each key of
+# the groups. In these two cases a state that is loaded before bind() looks like a new one.
 _STEPPED = "stepped_with_compressor"
 
 _ADVICE = (
-    "dgc.torch.save_checkpoint() and load_checkpoint() keep both, and so does what docs/checkpoints.md shows for "
-    "Accelerate, Hugging Face's Trainer, Lightning and Fabric, and RankState in torch's distributed checkpoints"
+    "dgc.torch.save_checkpoint() and load_checkpoint() keep both; docs/checkpoints.md shows how Accelerate, Hugging "
+    "Face's Trainer, Lightning, Fabric and torch's distributed checkpoints (RankState) do"
 )
 
 
 class Change(NamedTuple):
-    """What happened to the optimizer's state since the last step.
+    """The changes of the optimizer's state since the last step.
 
     Attributes:
-        restored: a state was loaded into it, and none into the compressor.
-        broadcast: it was broadcast.
-        stepped: the loaded state was saved after steps with a compressor, which kept its momentum and residuals.
-        distributed: torch's distributed checkpoints have asked for the state.
-        kept: a state was loaded into the compressor. The optimizer's state that is loaded with it belongs to it.
+        restored: a state was loaded into the optimizer, and none into the compressor.
+        broadcast: the state was broadcast.
+        stepped: the loaded state was saved after steps with a compressor, and does not hold the compressor's state.
+        distributed: torch's distributed checkpoints have read the state.
+        kept: a state was loaded into the compressor. A state that is loaded into the optimizer belongs to it.
     """
 
     restored: bool = False
@@ -54,11 +56,11 @@ class Change(NamedTuple):
 
 
 class SavedState:
-    """Follows what is saved from, loaded into and broadcast to the state of one optimizer.
+    """Notices changes of one optimizer's state.
 
     Attributes:
         pending: the changes since the last step.
-        mark: the value of the saved key in the loaded state, or in the groups of an optimizer that was bound; or "".
+        mark: the value of the saved key in the loaded state, or in the groups of the bound optimizer; "" without it.
     """
 
     def __init__(self, adoption: Adoption, loaded: Callable[[], None]) -> None:
@@ -76,18 +78,18 @@ class SavedState:
         optimizer.register_load_state_dict_post_hook(weakly(self._after_loading))
 
     def compressor_loaded(self) -> None:
-        """Note a state of the compressor; a state that is loaded into the optimizer before the next step belongs to it.
+        """Note that the compressor's state was loaded. A state that the optimizer loads before the next step fits it.
 
         Call it on all ranks, as :meth:`forget`.
         """
         self.pending, self._has_stepped = Change(kept=True), True
 
     def made_state(self) -> None:
-        """Note that torch's distributed checkpoints had the optimizer make its state, to save it or load into it."""
+        """Note that torch's distributed checkpoints have initialised the optimizer's state, to save or load it."""
         self.pending = self.pending._replace(distributed=True)
 
     def take_over(self, other: SavedState) -> None:
-        """Continue in the place of another front end's."""
+        """Continue with the changes that another front end's object has noticed."""
         self.pending, self._has_stepped, self.mark = other.pending, other._has_stepped, other.mark
 
     def forget(self) -> None:
@@ -95,12 +97,12 @@ class SavedState:
         self.pending, self.mark = Change(), ""
 
     def change(self, transport: Transport, owner: torch.optim.Optimizer | None) -> Change:
-        """Return and forget the changes since the last step; collective after a broadcast."""
+        """Return and forget the changes since the last step. Collective after a broadcast."""
         change = self.pending._replace(stepped=bool(self.mark and owner) and is_of_moment(owner, self.mark))
         if change.kept:
             change = change._replace(restored=False, stepped=False)
         if change.broadcast:
-            # The root alone may have loaded what all ranks have now.
+            # Perhaps only the root has loaded the state that all ranks have now.
             told = np.empty((transport.size, 2), np.uint8)
             transport.allgather(np.array([change.restored, change.stepped], np.uint8), told)
             restored, stepped = told.max(axis=0).astype(bool).tolist()
@@ -110,11 +112,12 @@ class SavedState:
         return change
 
     def warn_of_loss(self, steps: int, change: Change, momentum: bool, warms_up: bool) -> None:
-        """Warn once of everything that is lost if a state is loaded into the optimizer only."""
+        """Warn once about everything that is lost when a state is loaded only into the optimizer."""
         lost = [f"what was not sent yet in the {steps} steps before is dropped"] if steps else []
         if change.stepped and not steps:
             lost.append("what the saved run had not sent yet is dropped")
-        moved = steps or change.stepped or (change.restored and change.distributed)  # which do not read dense momentum
+        # Distributed checkpoints do not read a dense run's momentum.
+        moved = steps or change.stepped or (change.restored and change.distributed)
         lost += ["momentum begins at 0"] if moved and not momentum else []
         lost += ["the warm-up begins again at step 0"] if warms_up and lost and not steps else []
         if self._warned or not lost:
@@ -130,7 +133,7 @@ class SavedState:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _before_saving(self, optimizer: torch.optim.Optimizer) -> None:
-        self._saved_in_step = self._adoption.hides  # a hook of the script's may save there
+        self._saved_in_step = self._adoption.hides  # a hook of the script may save during a step
         self._adoption.show()
         self._adoption.drop_empty(optimizer)
         if broadcasting():
@@ -158,7 +161,7 @@ class SavedState:
         """Return the state dict without empty entries and without our key."""
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-            return None  # torch will say what is wrong with it
+            return None  # torch raises an error about it
         groups = [dict(group) for group in saved.get("param_groups", ())]
         self.mark = take_mark([*groups, dict(saved)])
         state = {key: entry for key, entry in saved["state"].items() if not is_empty_entry(entry)}
@@ -170,12 +173,12 @@ class SavedState:
 
 
 def take_mark(groups: Sequence[dict[str, Any]]) -> str:
-    """Take our key out of groups; return its value, or "" if none has it."""
+    """Remove our key from groups; return its value, or "" if no group has it."""
     return max([str(group.pop(_STEPPED, "")) for group in groups], default="")
 
 
 def moment_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return a hash of some values of each parameter, which tells one moment of a training from the others."""
+    """Return a hash of a few values of each parameter, which identifies a point of the training."""
     values = [samples(p).tobytes() for group in optimizer.param_groups for p in group["params"]]
     return hashlib.sha256(b"".join(values)).hexdigest()
 

@@ -1,8 +1,8 @@
-"""Code that ``torch.compile`` leaves alone.
+"""Keep ``torch.compile`` from tracing our code.
 
-A script may compile a function that holds ``backward()`` or ``optimizer.step()``. Dynamo then traces whatever Python
-runs inside it, and takes the arrays of an exchange for tensors of a graph. What Horovod and PyTorch call of ours in a
-step is kept out of that, with all that it calls in turn.
+A script may compile a function that calls ``backward()`` or ``optimizer.step()``. Dynamo then traces all Python code
+inside it, and would treat the arrays of an exchange as tensors of a graph. So the functions of ours that Horovod and
+PyTorch call in a step are marked. Dynamo skips them, and everything that they call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def untraced(function: Function) -> Function:
     """Return a function that ``torch.compile`` does not trace, as ``torch.compiler.disable`` does.
 
-    A mark on the code costs nothing at a call, which matters with thousands of small gradients, and needs no import of
-    the compiler. A torch that has no such mark gets ``torch.compiler.disable``.
+    A mark on the code costs no time at a call, which matters with thousands of small gradients, and needs no import of
+    the compiler. If this version of torch has no such mark, ``torch.compiler.disable`` is used.
     """
     if not _mark(function.__code__):
         return torch.compiler.disable(function)
@@ -31,9 +31,9 @@ def untraced(function: Function) -> Function:
 
 
 def weakly(method: Callable[..., Any], *arguments: object) -> Callable[..., Any]:
-    """Return a hook that calls a bound method, ``arguments`` first, and does not keep its object alive.
+    """Return a hook that calls a bound method, with ``arguments`` first, and does not keep its object alive.
 
-    Torch's tensors and optimizers keep their hooks.
+    Torch's tensors and optimizers keep their hooks alive.
     """
     living = weakref.WeakMethod(method)
 
@@ -46,22 +46,22 @@ def weakly(method: Callable[..., Any], *arguments: object) -> Callable[..., Any]
 
 
 def leave_hooks_untraced() -> None:
-    """Keep ``torch.compile`` from tracing the hooks that Horovod's optimizers give their parameters.
+    """Keep ``torch.compile`` from tracing the hooks that Horovod's optimizers register on parameters.
 
-    In a compiled function that holds ``backward()`` they are traced for each parameter, up to the compiler's limit. All
-    of them share one code object, inside that of ``_make_hook``.
+    In a compiled function that calls ``backward()``, they are traced for each parameter, up to the compiler's limit.
+    All hooks share one code object, which is a constant in the code of ``_make_hook``.
     """
     try:
         from horovod.torch.optimizer import _DistributedOptimizer
     except ImportError:
-        return  # who needs Horovod says so
+        return  # code that needs Horovod raises its own error
     for constant in _DistributedOptimizer._make_hook.__code__.co_consts:
         if isinstance(constant, CodeType):
             _mark(constant)
 
 
 def _mark(code: CodeType) -> bool:
-    """Tell the compiler to skip a code object and all that it calls; return False if this torch has no such mark."""
+    """Mark a code object, so that the compiler skips it and everything that it calls; return False without marks."""
     mark = getattr(eval_frame, "set_code_exec_strategy", None)
     if mark is not None:
         skip = eval_frame._FrameAction.SKIP

@@ -1,4 +1,4 @@
-"""``ZeroRedundancyOptimizer``: any torch optimizer, of which every rank keeps and updates its share of the parameters.
+"""``ZeroRedundancyOptimizer``: shard any torch optimizer, so that every rank updates its share of the parameters.
 
 P = number of ranks.
 """
@@ -32,19 +32,20 @@ _NO_OPTIONS = ("params", "param_names")
 
 _ADVICE = (
     "Set the same options, learning rates above all, on every rank: give schedulers such as ReduceLROnPlateau a value "
-    "averaged over the ranks, and load a state on every rank, where each takes its share. An optimizer whose update "
-    "itself sets an option from its share of the parameters or its own loss cannot be sharded."
+    "averaged over the ranks, and load a state on every rank, which takes its share. An optimizer whose update "
+    "computes an option from its share of the parameters or from its own loss cannot be sharded."
 )
 
 
 def owners_of(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """By group, the rank that owns each parameter: of a group the largest first, to the rank with the least elements.
+    """Choose, for each group, the rank that owns each parameter.
 
-    Loads are carried from group to group, so that the whole model is balanced and groups that come later leave earlier
-    owners as they are. Ties go to the lower rank and, among parameters, to the earlier one.
+    The largest parameters of a group are placed first, each on the rank with the fewest elements. Loads are carried
+    from group to group, so that the model is balanced and later groups do not change earlier owners. Ties go to the
+    lower rank, and among parameters to the earlier one.
 
     Args:
-        groups: by group, each parameter's number of elements.
+        groups: for each group, each parameter's number of elements.
         size: P.
 
     Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (stage 1); greedy scheduling after Graham 1969.
@@ -60,22 +61,22 @@ def owners_of(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
 
 
 class ZeroRedundancyOptimizer(Optimizer):
-    """Any torch optimizer, of which every rank holds and steps its share of the parameters.
+    """A sharded torch optimizer: every rank holds and steps its share of the parameters.
 
-    Each rank keeps the optimizer state of about 1/P of the elements; after its update it broadcasts the new values to
-    the others, so that all ranks hold the same bits after every step.
+    Each rank keeps the optimizer state of about 1/P of the elements. After its update it broadcasts the new values to
+    the other ranks, so that all ranks hold the same bits after every step.
 
-    Gradients must have been averaged before ``step()``: by ``DistributedDataParallel``, or by Horovod's or this
-    package's ``DistributedOptimizer`` around this optimizer.
+    Gradients must have been averaged before ``step()``: by ``DistributedDataParallel``, or by Horovod's or dgc's
+    ``DistributedOptimizer`` around this optimizer.
 
-    ``param_groups`` hold all parameters, so schedulers, ``zero_grad`` and the like work as with any optimizer. All
-    ranks must call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` together.
+    ``param_groups`` hold all parameters, so schedulers and ``zero_grad`` work as with any optimizer. All ranks must
+    call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` at the same point.
 
-    It cannot be copied or pickled; save its ``state_dict()``.
+    The optimizer cannot be copied or pickled; save its ``state_dict()``.
 
     Attributes:
         optim: the local optimizer of this rank's share.
-        optimizer_class: its class.
+        optimizer_class: the class of ``optim``.
 
     Source: Rajbhandari et al. 2020, arXiv 1910.02054, stage 1; interface of torch.distributed.optim.
     """
@@ -86,7 +87,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     optim: Optimizer
     optimizer_class: type[Optimizer]
     _ready = _knows_ddps = False
-    _shards_updates = True  # SGD without momentum may be left to a compressor, which updates all ranks' shares alike
+    _shards_updates = True  # tells dgc's compressor that it may apply plain SGD updates to all shares itself
 
     def __init__(
         self,
@@ -105,9 +106,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         Args:
             params: parameters, (name, parameter) pairs or group dicts, the same on every rank.
             optimizer_class: class of the local optimizers, such as ``torch.optim.Adam``. It must update each parameter
-                by itself: a class that computes a norm or step size over several of them would see its share only.
-            group: a ``torch.distributed`` process group, or a ``hvd.ProcessSet``; None means all ranks, of Horovod
-                where it is initialised, else of torch.distributed.
+                separately: a class that computes a norm or a step size over several parameters would see only a share.
+            group: a ``torch.distributed`` process group, or a ``hvd.ProcessSet``; None means all ranks, those of
+                Horovod if it is initialised, else those of torch.distributed.
             parameters_as_bucket_view: keep each rank's parameters in one flat buffer per device (``p.data`` becomes a
                 view of it), which is sent in one broadcast instead of one for each parameter.
             overlap_with_ddp: must be False.
@@ -116,12 +117,12 @@ class ZeroRedundancyOptimizer(Optimizer):
             **defaults: options of the local optimizers.
 
         Raises:
-            TypeError: ``params``, ``optimizer_class`` or ``group`` is something else than described.
-            ConfigError: (a ValueError) ``overlap_with_ddp=True``, a class that cannot be sharded, or neither Horovod
-                nor torch.distributed is ready.
-            LayoutError: (a ValueError) parameters that are sparse or complex, of different types, listed twice or in
-                the same memory; or parameters or options differ between ranks.
-            RemoteError: another rank met one of these.
+            TypeError: ``params``, ``optimizer_class`` or ``group`` has a wrong type.
+            ConfigError: (a ValueError) ``overlap_with_ddp`` is True, the class cannot be sharded, or neither Horovod
+                nor torch.distributed is initialised.
+            LayoutError: (a ValueError) parameters are sparse, complex, of different types, listed twice or in the same
+                memory; or parameters or options differ between ranks.
+            RemoteError: another rank met one of these errors.
         """
         if optimizer_class is None and isinstance(params, _OwnedGroups):  # Horovod derives a class, and builds it anew
             self._take_over(params)
@@ -162,7 +163,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._settle()
 
     def _take_over(self, groups: _OwnedGroups) -> None:
-        """Be what the optimizer with these groups is, in a class that Horovod has derived from it."""
+        """Take everything from the optimizer that owns ``groups``; Horovod has derived this object's class from it."""
         origin = groups.owner()
         assert origin is not None, "Horovod holds it"
         taken = ("optim", "optimizer_class", "_job", "_transport", "_owners", "_flat", "_places", "_consolidated")
@@ -177,7 +178,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def _settle(self) -> None:
         for group, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for name, value in local.items():  # its defaults; what a scheduler has set stays
+            for name, value in local.items():  # setdefault keeps options that a scheduler has set
                 if name not in _NO_OPTIONS:
                     group.setdefault(name, value)
         if not isinstance(self.param_groups, _OwnedGroups):
@@ -191,19 +192,19 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Update this rank's share and bring all new values to all ranks. Collective.
+        """Update this rank's share, and send all new values to all ranks. Collective.
 
         Args:
-            closure: recomputes the loss; evaluated once. Refused under Horovod's own ``DistributedOptimizer``.
-            **kwargs: passed on to the local optimizer's ``step``.
+            closure: recomputes the loss; called once. Refused under Horovod's own ``DistributedOptimizer``.
+            **kwargs: passed to the local optimizer's ``step``.
 
         Returns:
-            What the local optimizer's ``step`` returned.
+            The result of the local optimizer's ``step``.
 
         Raises:
-            ConfigError: the gradients are averaged over other ranks than those of this optimizer, or not at all.
-            LayoutError: the ranks disagree about the groups' options, their learning rates for instance; or
-                ``param_groups`` were changed by hand.
+            ConfigError: the gradients are not averaged over the ranks of this optimizer.
+            LayoutError: the ranks disagree about the groups' options, for instance learning rates; or ``param_groups``
+                were changed by hand.
             RemoteError: the update failed on another rank. Ranks whose update succeeded have changed their own share;
                 the next step makes all ranks equal.
             TransportError: the new values could not be sent.
@@ -219,7 +220,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._require_averaging_ranks()
             self._require_known_parameters()
             with torch.enable_grad():
-                loss = None if closure is None else closure()  # which may change the groups' options
+                loss = None if closure is None else closure()  # it may change the groups' options
             _copy_options(self.param_groups, self.optim.param_groups)
             returned = self.optim.step(**kwargs)
             results.append(returned if closure is None else loss)
@@ -232,14 +233,14 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     @torch.no_grad()
     def _share(self) -> None:
-        """Overwrite every rank's parameters with those of their owners."""
+        """Overwrite every rank's parameters with the owners' values."""
         if self._transport.size == 1:
             return
         if self._flat is None:
             tensors = [(owner, p) for owner, p in self._owned() if p.numel()]
         else:
             moved = any(p.data_ptr() != q.data_ptr() or p.stride() != q.stride() for p, q in self._places)
-            if moved:  # model.to() and the like re-point parameters
+            if moved:  # model.to(), for instance, gives parameters other memory
                 self._fill_buffers()
             tensors = self._flat
         self._job.broadcast((f"dgc.zero.{i}", owner, tensor) for i, (owner, tensor) in enumerate(tensors))()
@@ -263,14 +264,15 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._flat.append((owner, flat))
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, which are given to the ranks with the least elements; old ones keep their owners.
+        """Add parameters, and give them to the ranks with the fewest elements. Old parameters keep their owners.
 
-        Call it on all ranks; the next ``step()`` finds out if one has not.
+        Call it on all ranks. If a rank does not, the next ``step()`` raises an error.
 
         Raises:
-            TypeError: not a dict, or no tensors in it.
-            LayoutError: sparse, complex, of another type than the other parameters, or in the same memory.
-            ConfigError: a ``DistributedOptimizer`` has been wrapped around, and would not average the new ones.
+            TypeError: ``param_group`` is not a dict, or holds no tensors.
+            LayoutError: a parameter is sparse, complex, of another type than the others, or in the same memory.
+            ConfigError: the optimizer is wrapped in a ``DistributedOptimizer``, which would not average the new
+                gradients.
         """
         if isinstance(param_group, dict) and "params" not in param_group:
             raise LayoutError(f"a parameter group has no 'params', only {sorted(param_group)}")
@@ -294,21 +296,21 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._settle()
 
     def partition_parameters(self) -> list[list[Group]]:
-        """By rank, the parameter groups that it owns: for each group a dict of its options and parameters."""
+        """Return, for each rank, its parameter groups: dictionaries of options and of the parameters that it owns."""
         return [self._local_groups(rank) for rank in range(self._transport.size)]
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all shards to one rank, as copies on the CPU. Collective.
+        """Copy the state of all shards to the CPU of one rank. Collective.
 
         Args:
             to: the rank, counted within the optimizer's ranks, whose ``state_dict()`` works afterwards.
 
         Raises:
-            ConfigError: no such rank, or not the same on all ranks.
+            ConfigError: there is no such rank, or the ranks name different ones.
             LayoutError: ``param_groups`` were changed by hand.
-            RemoteError: it failed on another rank.
+            RemoteError: another rank failed.
         """
         own: list[np.ndarray] = []
 
@@ -330,20 +332,20 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._consolidated = {key: value for part in parts for key, value in unpacked(part).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's state as of the last ``consolidate_state_dict``, in torch's ordinary layout.
+        """Return the state of all shards at the last ``consolidate_state_dict``, in torch's ordinary layout.
 
         It loads into an unsharded optimizer, or into a sharded one on any number of ranks. One key is added:
-        ``"partition"``, by rank and group the numbers of the parameters that the rank owns. The dict is the caller's:
-        nothing changes it later, nor does changing it reach the optimizer.
+        ``"partition"`` lists, for each rank and group, the numbers of the parameters that the rank owns. The result is
+        a copy.
 
         Raises:
-            RuntimeError: this rank has no consolidated state, or loaded another one since.
+            RuntimeError: this rank has no consolidated state, or has loaded another state since then.
         """
         if self._consolidated is None:
             raise RuntimeError(
                 f"rank {self._transport.rank} holds only its own share of the optimizer's state: call "
-                f"consolidate_state_dict(to={self._transport.rank}) on all ranks first (and instead of broadcasting a "
-                "state, load_state_dict on every rank: each takes its share)"
+                f"consolidate_state_dict(to={self._transport.rank}) on all ranks first (and do not broadcast a state: "
+                "load_state_dict on every rank takes its share)"
             )
         own, left = self.state, dict(self._consolidated)
         whole = {p: left.pop(number) for number, p in enumerate(self._all()) if number in left}
@@ -355,12 +357,12 @@ class ZeroRedundancyOptimizer(Optimizer):
         return _copied({**full, "partition": self._indices()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of this class or of the unsharded optimizer on every rank, where each takes its share.
+        """Load a state dict of this class or of the unsharded optimizer. Call it on all ranks; each takes its share.
 
         The given dict is neither changed nor kept.
 
         Raises:
-            LayoutError: (a ValueError) it is no state dict, or has other groups.
+            LayoutError: (a ValueError) it is no state dict, or its groups have other sizes.
         """
         _require_state_dict(state_dict)
         state_dict = dict(state_dict)
@@ -380,7 +382,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._consolidated = None
         self._loads += 1
         if _momentum_is_adopted(self):
-            # Every rank's compressor looks for the whole model's momentum in the outer optimizer's state.
+            # Every rank's compressor expects the momentum of all parameters in the outer optimizer's state.
             for key, p in zip(_keys(state_dict), self._all(), strict=True):
                 buffer = state_dict["state"].get(key, {}).get("momentum_buffer")
                 if buffer is not None:
@@ -390,19 +392,19 @@ class ZeroRedundancyOptimizer(Optimizer):
             after(self)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """The local optimizer's own ``state_dict()``: this rank's share, numbered within it."""
+        """Return the local optimizer's ``state_dict()``: this rank's share, with numbers of its own."""
         return self.optim.state_dict()
 
     @staticmethod
     def rank_local_state_dict(rank: int, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """One rank's share of what :meth:`state_dict` returned, as its local optimizer loads it.
+        """Return one rank's share of a result of :meth:`state_dict`, in the form that its local optimizer loads.
 
         Args:
             rank: the rank, counted within the ranks of the optimizer that was saved.
-            state_dict: the whole state.
+            state_dict: the state of all shards.
 
         Raises:
-            LayoutError: (a ValueError) it says nothing about ranks, or there is no such rank.
+            LayoutError: (a ValueError) ``state_dict`` has no partition, or no such rank.
         """
         partition = state_dict.get("partition")
         if partition is None:
@@ -412,31 +414,31 @@ class ZeroRedundancyOptimizer(Optimizer):
         return _local_dict(state_dict, partition[rank])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Neither ``copy`` nor ``pickle``."""
+        """Refuse ``copy`` and ``pickle``."""
         raise TypeError(
             "a ZeroRedundancyOptimizer cannot be copied, pickled or saved itself: it is one rank's share. Call "
-            "consolidate_state_dict() on all ranks, save state_dict(), and load_state_dict() it into a new optimizer"
+            "consolidate_state_dict() on all ranks, save state_dict(), and load that into a new optimizer"
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _all(self) -> list[Tensor]:
-        """All parameters in registration order."""
+        """Return all parameters in registration order."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _owned(self) -> Iterable[tuple[int, Tensor]]:
-        """All parameters in registration order, each behind its owner."""
+        """Return (owner, parameter) pairs in registration order."""
         return zip(itertools.chain(*self._owners), self._all(), strict=True)
 
     def _indices(self) -> list[list[list[int]]]:
-        """By rank and group, the owned parameters' numbers, counted over all groups in registration order."""
+        """Return, for each rank and group, the numbers of the owned parameters, counted over all groups."""
         numbers = itertools.count()
         numbered = [[(owner, next(numbers)) for owner in owners] for owners in self._owners]
         ranks = range(self._transport.size)
         return [[[n for owner, n in group if owner == rank] for group in numbered] for rank in ranks]
 
     def _names(self) -> list[str]:
-        """Every parameter's place, followed by its own name if it has one; no two are alike."""
+        """Return a unique name for each parameter: its place, and its own name if it has one."""
         names = []
         for g, group in enumerate(self.param_groups):
             own = group.get("param_names") or [""] * len(group["params"])
@@ -444,7 +446,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return names
 
     def _options(self) -> dict[str, Any]:
-        """What all ranks must have in common of the groups' options, by name."""
+        """Return the groups' options, which must be equal on all ranks, by name."""
         return {
             f"group {g} option {key}": _comparable(value)
             for g, group in enumerate(self.param_groups)
@@ -453,7 +455,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         }
 
     def _local_groups(self, rank: int | None = None) -> list[Group]:
-        """A rank's share of each group, this one's if None; it may be empty, so that every rank has every group."""
+        """Return a rank's share of each group; None means this rank. Shares may be empty."""
         rank = self._transport.rank if rank is None else rank
         groups = []
         for group, owners in zip(self.param_groups, self._owners, strict=True):
@@ -462,7 +464,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return groups
 
     def _require_averaging_ranks(self) -> None:
-        """Refuse to shard over ranks whose gradients are not averaged together; a wrapper names its ranks."""
+        """Refuse to share updates between ranks whose gradients are not averaged together."""
         averaged, ours = getattr(self, "process_set", None), self._job.members
         if not isinstance(self._job, DistributedJob):
             if averaged is not None and getattr(averaged, "process_set_id", None) != getattr(
@@ -490,13 +492,13 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _require_known_parameters(self) -> None:
         if self._ids() != self._known:
             raise LayoutError(
-                "param_groups no longer hold the parameters that the ranks share out: parameters or groups were put "
-                "in, taken out or replaced by hand; use add_param_group, or build a new optimizer"
+                "param_groups no longer hold the parameters that the ranks have shared out: parameters or groups were "
+                "added, removed or replaced by hand; use add_param_group, or build a new optimizer"
             )
 
 
 class _OwnedGroups(list[Group]):
-    """``param_groups`` with a reference to their optimizer, of which Horovod builds another one by them alone."""
+    """``param_groups`` with a reference to their optimizer, because Horovod builds another optimizer only from them."""
 
     owner: weakref.ref[ZeroRedundancyOptimizer]
 
@@ -522,24 +524,24 @@ def _job_among(*names: Any) -> TorchJob:
 
 
 def _momentum_is_adopted(optimizer: Any) -> bool:
-    """Whether the optimizer was wrapped together with a compressor that takes its momentum."""
+    """Return whether the optimizer was wrapped with a compressor that takes its momentum."""
     compressor = getattr(optimizer, "compression", None) or getattr(optimizer, "_compression", None)
     engine = getattr(compressor, "engine", None)
     return engine is not None and engine.adoption.active
 
 
 def _checked_class(optimizer_class: object) -> type[Optimizer]:
-    """The class of the local optimizers, if it can be sharded."""
+    """Return the class of the local optimizers; raise if it cannot be sharded."""
     if not isinstance(optimizer_class, type):
         raise TypeError(f"optimizer_class is {optimizer_class!r}; give a class such as torch.optim.Adam")
     name = optimizer_class.__name__
     if not issubclass(optimizer_class, Optimizer):
         raise ConfigError(
-            f"optimizer_class is {name}, which is no torch.optim.Optimizer; functional optimizers exist to overlap "
+            f"optimizer_class is {name}, which is no torch.optim.Optimizer; functional optimizers serve to overlap "
             "with torch's DDP, which is not supported: give the ordinary class"
         )
     if issubclass(optimizer_class, torch.optim.LBFGS):
-        raise ConfigError("LBFGS needs all parameters in one place and cannot be sharded; use it as it is")
+        raise ConfigError("LBFGS needs all parameters in one place and cannot be sharded; use it without sharding")
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in optimizer_class.__mro__):
         raise ConfigError(
             "optimizer_class is a ZeroRedundancyOptimizer, and a shard cannot be sharded again; give the class that "
@@ -549,7 +551,7 @@ def _checked_class(optimizer_class: object) -> type[Optimizer]:
         raise ConfigError(
             f"optimizer_class {name} averages gradients itself, and each rank would average those of other parameters; "
             "give a plain class such as torch.optim.SGD and wrap the sharded optimizer in "
-            "dgc.torch.DistributedOptimizer, with compression=Compression.dgc() if you like"
+            "dgc.torch.DistributedOptimizer, perhaps with compression=Compression.dgc()"
         )
     return optimizer_class
 
@@ -563,8 +565,8 @@ def _require_shardable(groups: Iterable[Group]) -> None:
             raise LayoutError(f"parameter number {i} is {tensor.layout}; only dense parameters can be sharded")
         if tensor.is_complex():
             raise LayoutError(
-                f"parameter number {i} is complex, which Horovod and Gloo do not move; hold it as a real parameter "
-                "(torch.view_as_real) and view it as complex where the model needs that"
+                f"parameter number {i} is complex, and Horovod and Gloo send no complex numbers; store it as a real "
+                "parameter (torch.view_as_real) and view it as complex in the model"
             )
         if tensor.type() != tensors[0].type():
             raise LayoutError(
@@ -581,7 +583,7 @@ def _require_shardable(groups: Iterable[Group]) -> None:
 
 
 def _comparable(value: object) -> object:
-    """A value that JSON knows and that is the same on two ranks if the option is; of objects only their type is."""
+    """Return an option as a value that JSON knows, for a comparison between ranks. Of other objects keep the type."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, Tensor):
@@ -597,12 +599,12 @@ def _copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[Group]) 
 
 
 def _copied(value: object) -> Any:
-    """``value`` with a copy of every tensor inside."""
+    """Return ``value`` with a copy of every tensor in it."""
     return tree_map_only(Tensor, lambda t: t.detach().clone(), value)
 
 
 def _full_entries(local: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> dict[Any, Any]:
-    """The state of a local ``state_dict()`` under full numbers, its tensors copied to the CPU."""
+    """Return the state of a local ``state_dict()`` under the parameters' global numbers, copied to the CPU."""
     return {
         number: tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), local["state"][place])
         for place, number in enumerate(n for group in owned for n in group)
@@ -611,7 +613,7 @@ def _full_entries(local: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> d
 
 
 def _local_dict(full: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What a rank's local optimizer loads: its entries of a full state dict, copied."""
+    """Return a copy of a rank's entries of a full state dict, in the form that its local optimizer loads."""
     groups: list[Group] = []
     state, place, keys = {}, 0, _keys(full)
     for saved, members in zip(full["param_groups"], owned, strict=True):
@@ -626,7 +628,7 @@ def _local_dict(full: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> dict
 
 
 def _keys(full: Mapping[str, Any]) -> list[Any]:
-    """The state dict's own key of each parameter: usually 0, 1, 2, ... in order."""
+    """Return the state dict's key of each parameter, usually 0, 1, 2, ..."""
     return [key for group in full["param_groups"] for key in group["params"]]
 
 

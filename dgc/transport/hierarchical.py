@@ -217,7 +217,7 @@ def _require_size(came: np.ndarray) -> None:
     if (sizes != came.shape[1] - _HEAD).any():
         raise TransportError(
             "the nodes have messages of different sizes: they are in different steps, or do different things at the "
-            "same time; all ranks must make the same steps, reset() and loads in the same order"
+            "same time; every step, reset() and load must come on all ranks, in the same order"
         )
 
 
