@@ -29,7 +29,7 @@ def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> li
     tensors = list(value)
     if not tensors:
         raise ConfigError(
-            f"Compression.{algorithm} has nothing to compress: pass {advice} (a generator can be used only once)"
+            f"Compression.{algorithm} has nothing to compress: pass {advice} (a generator can be used once only)"
         )
     return tensors
 

@@ -189,7 +189,7 @@ def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list
         raise ConfigError(
             f"named_parameters was specified, but {len(missing)} of the optimizer's parameters were not named, the "
             f"first of shape {tuple(missing[0].shape)}; pass model.named_parameters() of the whole model (a generator "
-            "can be used only once)"
+            "can be used once only)"
         )
     return pairs
 

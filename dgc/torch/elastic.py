@@ -194,8 +194,8 @@ def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) 
 def _warn_of_lost(lost: list[int], old_size: int, step: int, rank: int) -> None:
     if lost and rank == 0:
         warnings.warn(
-            f"{len(lost)} of {old_size} ranks left (ranks {', '.join(map(str, lost))}): what they "
-            f"had not sent until step {step} is lost",
+            f"{len(lost)} of {old_size} ranks left (ranks {', '.join(map(str, lost))}), and with them what they "
+            f"had not sent until step {step}",
             RuntimeWarning,
             stacklevel=2,
         )

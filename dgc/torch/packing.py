@@ -32,7 +32,7 @@ def packed(content: object, owner: str) -> np.ndarray:
     for leaf in tree_leaves(content, is_leaf=lambda value: type(value) not in _CONTAINERS):
         if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
             raise ConfigError(
-                f"{owner} holds a {type(leaf).__name__}, which cannot be sent to other ranks: let it hold tensors, "
+                f"{owner} holds a {type(leaf).__name__}, which is not sent to other ranks: let it hold tensors, "
                 "numbers, and dictionaries and lists of them"
             )
     file = io.BytesIO()
