@@ -34,6 +34,7 @@ class CommonOptions(TypedDict, total=False):
     op: Any
     sparse_updates: bool
     hierarchical: bool | int | Literal["auto"]
+    exchange: Literal["gather", "reduce-scatter"]
     transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport
     loss_scale: Any
     process_set: ProcessSet | None
@@ -86,6 +87,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         op: Any = "average",
         sparse_updates: bool = True,
         hierarchical: bool | int | Literal["auto"] = False,
+        exchange: Literal["gather", "reduce-scatter"] = "gather",
         transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport = "auto",
         loss_scale: Any = 1.0,
         process_set: ProcessSet | None = None,
@@ -126,6 +128,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             sparse_updates: With a plain SGD, update only the parameters' received entries; False: update all entries.
             hierarchical: The ranks of a node add up their gradients and send as one rank. "auto": if that saves
                 traffic. A number: in groups of this many neighbouring ranks.
+            exchange: "gather": every rank receives the messages of all others. "reduce-scatter": each rank adds up a
+                part of the positions for all others, where that takes fewer bytes: for many ranks.
             transport: What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or
                 torch.distributed.
             loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.

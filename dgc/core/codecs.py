@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from dgc.core.checks import require_unused
 from dgc.core.layout import Bucket
+from dgc.core.stripes import Stripes
 from dgc.errors import ConfigError, WireError
 
 BLOCK_ALIGNMENT = 8  # bytes; every block's length is a multiple of it
@@ -522,7 +523,7 @@ class SparseCodec:
         max_bytes: bytes of the payload, enough for any k entries.
     """
 
-    def __init__(self, bucket: Bucket, k: int, indices: str, values: str) -> None:
+    def __init__(self, bucket: Bucket | Stripes, k: int, indices: str, values: str) -> None:
         self._bucket = bucket
         n = bucket.sparse_size
         self.indices = INDEX_CODECS[indices]

@@ -89,6 +89,9 @@ class DGCConfig:
     # The ranks of a node add up their gradients and send as one rank. "auto": if that saves traffic. A number: in
     # groups of this many neighbouring ranks.
     hierarchical: bool | int | Literal["auto"] = False
+    # "gather": every rank receives the messages of all others. "reduce-scatter": each rank adds up a part of the
+    # positions for all others, where that takes fewer bytes: for many ranks.
+    exchange: Literal["gather", "reduce-scatter"] = "gather"
     # Seed of the random numbers, which also depend on rank, step and tensor.
     seed: int = 0
     # False drops the entries that are not sent, for control experiments: accuracy collapses. No constructor has it.
@@ -119,6 +122,7 @@ class DGCConfig:
         require_flag("sparse_updates", self.sparse_updates)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
+        require_choice("exchange", self.exchange, ("gather", "reduce-scatter"))
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
             if isinstance(self.hierarchical, str):
                 raise ConfigError(

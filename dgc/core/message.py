@@ -10,6 +10,7 @@ agree on all sizes without asking each other, and a resumed run decides as the f
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from dgc.core.collectives import Transport
 from dgc.core.config import entries_to_send
 from dgc.core.kernels.base import Memory
 from dgc.core.layout import Bucket
+from dgc.core.stripes import Stripes
 from dgc.errors import LayoutError, WireError
 
 MAGIC = b"DGCm"
@@ -197,6 +199,51 @@ class Mode(enum.Enum):
     SUM = "selected entries in a vector of zeros, as a dense sum: fewer bytes at high density"
 
 
+# The bytes before a part's entries.
+PART_HEADER = np.dtype([("kind", "S4"), ("count", "<u4")])
+
+
+class PartKind(enum.Enum):
+    """The first bytes of a part. Each two differ in several bits, so that one damaged bit is seen."""
+
+    ENTRIES = b"DGCp"
+    NONFINITE = b"DGCn"  # the sender's gradient has a value that is not finite: the step is refused on every rank
+    ERROR = b"DGCe"  # the sender failed: its message, which follows, says how
+
+
+# An owner sends this many times as many sums as entries come to it from one rank, on average over the owners.
+SUMS_PER_ENTRY = 4
+
+# Standard deviations of the number of a rank's entries that one owner owns, which a part has room for beyond the mean.
+# It overflows in one part of 44; what does not fit, less than 0.9 % / sqrt(mean) of the entries, is sent later.
+PART_MARGIN = 2.0
+
+
+class Dealing:
+    """The sizes and codecs of a bucket whose entries are added up by owners; the same on every rank.
+
+    Attributes:
+        capacity: the most entries of a part, which one rank sends to one owner.
+        part_bytes: bytes of a part.
+        ks: the most sums of each tensor that one owner sends to all.
+        payload_bytes: bytes for them in a message.
+        stripes: of each owner.
+        first: the codec of each owner's parts.
+        second: the codec of each owner's sums.
+    """
+
+    def __init__(self, bucket: Bucket, ks: tuple[int, ...], ranks: int, indices: str, values: str) -> None:
+        self.stripes = [Stripes(bucket, rank, ranks) for rank in range(ranks)]
+        places = self.stripes[0].sparse_size
+        mean = sum(ks) / ranks
+        self.capacity = min(places, math.ceil(mean + PART_MARGIN * math.sqrt(mean)))
+        self.ks = tuple(min(places, math.ceil(SUMS_PER_ENTRY * k / ranks)) for k in ks)
+        self.first = [SparseCodec(each, self.capacity, indices, values) for each in self.stripes]
+        self.second = [SparseCodec(each, min(places, sum(self.ks)), indices, values) for each in self.stripes]
+        self.part_bytes = PART_HEADER.itemsize + self.first[0].max_bytes
+        self.payload_bytes = self.second[0].max_bytes
+
+
 @dataclass
 class BucketPlan:
     """How a bucket is sent at one density, and the sizes of its traffic.
@@ -215,6 +262,8 @@ class BucketPlan:
         message_bytes: bytes of the message.
         small: codes the small tensors, if they are sent coded.
         selection: codes selected entries, if no other compressor does.
+        dealing: how owners add up selected entries, if they do; the payload then holds an owner's sums.
+        most_entries: the most entries of a payload.
         is_active: whether an encoder has anything to do: a sparsified step, and a tensor that is.
         plain_start: place of the plain part in the vector.
         coded_bytes: bytes of the coded small tensors. They begin the message's dense section, at ``coded_bytes_at``.
@@ -235,8 +284,10 @@ class BucketPlan:
     message_bytes: int
     small: SmallCodec | None = None
     selection: SparseCodec | None = None
+    dealing: Dealing | None = None
 
     def __post_init__(self) -> None:
+        self.most_entries = sum(self.dealing.ks if self.dealing else self.ks)
         self.is_active = self.mode is not Mode.DENSE and bool(self.ks)
         self.plain_start, self.coded_bytes = (self.small.size, self.small.max_bytes) if self.small else (0, 0)
         plain = self.vector_size - self.plain_start
@@ -262,12 +313,23 @@ def make_plan(
     values: str,
     compressor: int = SPARSE_ID,
     small: str = "float32",
+    deals: bool = False,
 ) -> BucketPlan:
-    """Decide how ``bucket`` is sent as selected entries with these codecs; see :func:`plan_for`."""
+    """Decide how ``bucket`` is sent as selected entries with these codecs; see :func:`plan_for`.
+
+    With ``deals``, owners add up the entries if that moves fewer bytes than to gather them.
+    """
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
     codec = SparseCodec(bucket, sum(ks), indices, values)
     ids = (compressor, int(codec.indices.id), int(codec.values.id))
-    return plan_for(bucket, ids, ks, codec.max_bytes, density=density, ranks=ranks, small=small, selection=codec)
+    dealing, payload = None, codec.max_bytes
+    if deals and ks:
+        offered = Dealing(bucket, ks, ranks, indices, values)
+        if offered.part_bytes + offered.payload_bytes < payload:
+            dealing, payload = offered, offered.payload_bytes
+    return plan_for(
+        bucket, ids, ks, payload, density=density, ranks=ranks, small=small, selection=codec, dealing=dealing
+    )
 
 
 def plan_for(
@@ -280,17 +342,18 @@ def plan_for(
     ranks: int,
     small: str = "float32",
     selection: SparseCodec | None = None,
+    dealing: Dealing | None = None,
 ) -> BucketPlan:
     """Decide how ``bucket`` is sent if its sparsified tensors take up to ``payload_bytes`` of payload."""
     itemsize = 8 if bucket.dtype == "float64" else 4
     mode, payload = Mode.DENSE, payload_bytes
     if density is not None:
         # Ring costs: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
-        gathered = (ranks - 1) * payload
+        gathered = (ranks - 1) * (payload + (dealing.part_bytes if dealing else 0))
         reduced = 2 * (ranks - 1) / ranks * itemsize * bucket.sparse_size
         mode = Mode.SUM if gathered > reduced else Mode.SPARSE
     if mode is not Mode.SPARSE:
-        payload = 0
+        payload, dealing = 0, None
     start = bucket.sparse_size if mode is Mode.SPARSE else 0
     vector = bucket.size - start
     coder = _small_codec(bucket, small, ranks) if mode is Mode.SPARSE and density is not None else None
@@ -298,12 +361,14 @@ def plan_for(
     inline = plain == 0 or _inline(plain, plain, ranks)
     message = HEADER_BYTES + payload + (coder.max_bytes if coder else 0) + (plain if inline else 0)
     message = max(MIN_MESSAGE_BYTES, message)
-    if message > MAX_MESSAGE_BYTES:
+    if (largest := max(message, ranks * dealing.part_bytes if dealing else 0)) > MAX_MESSAGE_BYTES:
         raise LayoutError(
-            f"bucket {bucket.index} would send a message of {message} bytes; the limit is 2 GiB: "
+            f"bucket {bucket.index} would send a message of {largest} bytes; the limit is 2 GiB: "
             "choose a higher sparsity, or exclude its largest parameter"
         )
-    return BucketPlan(mode, density, ids, ks, itemsize, payload, start, vector, inline, message, coder, selection)
+    return BucketPlan(
+        mode, density, ids, ks, itemsize, payload, start, vector, inline, message, coder, selection, dealing
+    )
 
 
 def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:
@@ -402,7 +467,7 @@ class Messages:
             step=step,
             fingerprint=fingerprint,
             bucket=self._bucket,
-            count=sum(plan.ks),
+            count=plan.most_entries,
             payload_bytes=plan.payload_bytes,
             dense_bytes=plan.dense_bytes,
             dense_codec=int(plan.small.values.id) if plan.small else 0,

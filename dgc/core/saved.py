@@ -101,7 +101,7 @@ def require_sound(saved: Mapping[str, Any]) -> None:
     for name, entry in saved["parameters"].items():
         if not isinstance(entry, Mapping) or "u" not in entry:
             raise LayoutError(f"the saved compressor state holds no u of {name!r}; load the result of state_dict()")
-        for key in {"u", "v", "error"} & set(entry):
+        for key in {"u", "v", "error", "w"} & set(entry):
             values = _numbers(entry[key], name, key)
             if not np.isfinite(values).all():
                 raise LayoutError(
@@ -153,7 +153,7 @@ def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[s
                 f"parameter {name!r} is sent exactly here, and was coded when the state was saved; the codec's saved "
                 "error would be lost: use the same exclude"
             )
-        for key in sorted(wanted | ({"error"} & set(entry))):
+        for key in sorted(wanted | ({"error", "w"} & set(entry))):
             if np.shape(entry[key]) != (length,):
                 raise LayoutError(
                     f"parameter {name!r} has {length} elements, its saved {key} has shape "
@@ -181,7 +181,7 @@ def own_arrays(entry: dict[str, Any], is_shared: bool) -> set[str]:
         entry: the parameter's entry in the result of :meth:`dgc.core.state.State.to_dict`.
         is_shared: whether the ramp-up has not begun, so that u is the same on all ranks.
     """
-    return set(entry) & ({"v", "error", "u"} if "v" in entry and not is_shared else {"v", "error"})
+    return set(entry) & ({"v", "error", "w", "u"} if "v" in entry and not is_shared else {"v", "error", "w"})
 
 
 def own_state(

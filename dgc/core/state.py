@@ -18,6 +18,7 @@ from dgc.core.saved import FORMAT, own_arrays, require_fit, require_sound
 # The name under which users import these two.
 from dgc.core.state_file import load_state as load_state
 from dgc.core.state_file import save_state as save_state
+from dgc.core.stripes import Stripes
 
 
 class BucketState:
@@ -29,16 +30,40 @@ class BucketState:
         thresholds: (S, c) float64, which the selection updates.
         error: (small_size,) float32 on the host: the error of the small tensors' codec so far. If ``residual_pending``,
             the next step adds it to their gradients; otherwise it is 0.
+        w: (n,) float32 on the host: what this rank has not sent yet of the sums that it owns; n = 0 if ranks own none.
     """
 
-    def __init__(self, bucket: Bucket, kernels: Kernels) -> None:
-        """Allocate zeros, and unknown thresholds."""
+    def __init__(self, bucket: Bucket, kernels: Kernels, stripes: Stripes | None = None) -> None:
+        """Allocate zeros, and unknown thresholds; ``stripes``: the positions that this rank owns, if ranks own any."""
         self._bucket, self._memory = bucket, kernels.memory
         self.u = self._memory.zeros(bucket.size, bucket.dtype)
         self.v = self._memory.zeros(bucket.sparse_size, bucket.dtype)
         self.thresholds = new_thresholds(len(bucket.sparse))
         self.error = np.zeros(bucket.small_size, np.float32)
         self.residual_pending = False
+        self.stripes = stripes
+        self.w = np.zeros(stripes.sparse_size if stripes else 0, np.float32)
+
+    def w_of(self, segment: Segment) -> np.ndarray:
+        """Return a view of w for a sparsified tensor."""
+        return self.w[self.stripes.slices[segment]] if self.stripes else self.w
+
+    def owned(self, segment: Segment) -> np.ndarray:
+        """Return where in a sparsified tensor the elements of :meth:`w_of` lie."""
+        if self.stripes is None:
+            return np.empty(0, np.int64)
+        places = self.stripes.slices[segment]
+        return self.stripes.positions(np.arange(places.start, places.stop)) - segment.offset
+
+    def return_w(self) -> None:
+        """Move w into v: then this rank sends it as its own. The sum over all ranks stays the same."""
+        if not self.w.any():
+            return
+        v = self._memory.to_host(self.v)
+        for segment in self._bucket.sparse:
+            v[segment.slice][self.owned(segment)] += self.w_of(segment)
+        self._memory.copy_in(self.v, v)
+        self.w.fill(0)
 
     def thresholds_of(self, segment: Segment) -> np.ndarray:
         """Return a view of the thresholds of a sparsified tensor, (c,)."""
@@ -53,13 +78,16 @@ class BucketState:
     def held(self, segment: Segment) -> list[Array]:
         """Return views of all arrays of a tensor."""
         held = [self.u[segment.slice], self.v[segment.slice], self.error_of(segment)]
-        return [*held, self.thresholds_of(segment)] if segment.offset < self._bucket.sparse_size else held
+        if segment.offset >= self._bucket.sparse_size:
+            return held
+        return [*held, self.thresholds_of(segment), self.w_of(segment)]
 
     def copy(self) -> BucketState:
         """Return a copy."""
         other = copy.copy(self)
         other.u, other.v = (self._memory.zeros(a.size, a.dtype) for a in (self.u, self.v))
         other.thresholds, other.error = np.empty_like(self.thresholds), np.empty_like(self.error)
+        other.w = np.empty_like(self.w)
         other.assign(self)
         return other
 
@@ -69,6 +97,7 @@ class BucketState:
         self._memory.copy(self.v, other.v)
         self.thresholds[...] = other.thresholds
         self.error[...] = other.error
+        self.w[...] = other.w
         self.residual_pending = other.residual_pending
 
     def clear_error(self) -> None:
@@ -84,8 +113,11 @@ class State:
         own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
     """
 
-    def __init__(self, layout: Layout, kernels: Kernels, own_share: float = 1.0) -> None:
-        """Start from zeros at step 0."""
+    def __init__(
+        self, layout: Layout, kernels: Kernels, own_share: float = 1.0, place: tuple[int, int] | None = None
+    ) -> None:
+        """Start from zeros at step 0; ``place``: rank and number of ranks, if ranks add up entries for each other."""
+        self._place_among = place
         self._layout, self._kernels, self._memory = layout, kernels, kernels.memory
         self.own_share = own_share
         self.reset()
@@ -93,7 +125,10 @@ class State:
     def reset(self) -> None:
         """Forget everything: zeros, step 0."""
         self.step = 0
-        self.buckets = [BucketState(bucket, self._kernels) for bucket in self._layout.buckets]
+        place = self._place_among
+        self.buckets = [
+            BucketState(b, self._kernels, Stripes(b, *place) if place else None) for b in self._layout.buckets
+        ]
 
     def copy(self) -> State:
         """Return a copy."""
@@ -145,7 +180,8 @@ class State:
     def residual_norm(self) -> float:
         """Return the L2 norm of all residuals of this rank, also those of small tensors."""
         squares = sum(self._memory.sum_of_squares(b.v) for b in self.buckets)
-        return float(np.sqrt(squares + sum(float(np.square(b.error, dtype=np.float64).sum()) for b in self.buckets)))
+        others = [array for b in self.buckets for array in (b.error, b.w)]
+        return float(np.sqrt(squares + sum(float(np.square(a, dtype=np.float64).sum()) for a in others)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy as plain containers of NumPy arrays, by parameter name, because the layout may change."""
@@ -156,6 +192,9 @@ class State:
             if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(state.v[segment.slice])
                 entry["threshold"] = state.thresholds_of(segment).copy()
+                if state.stripes:
+                    entry["w"] = np.zeros(segment.length, np.float32)
+                    entry["w"][state.owned(segment)] = state.w_of(segment)
             elif state.residual_pending and (error := state.error_of(segment)).size:
                 entry["error"] = error.copy()
             parameters[p.name] = entry
@@ -176,7 +215,15 @@ class State:
             entry, (state, segment) = saved["parameters"][p.name], self._place(i)
             self.set_momentum_buffer(i, entry["u"])
             if self._layout.is_sparsified(i):
-                self._memory.copy_in(state.v[segment.slice], entry["v"])
+                v = entry["v"]
+                if "w" in entry:  # saved with other ranks or buckets, it may be another rank's here
+                    owned, w = state.owned(segment), np.array(entry["w"], np.float32)
+                    state.w_of(segment)[...] = w[owned]
+                    w[owned] = 0
+                    v = v + w
+                else:
+                    state.w_of(segment).fill(0)
+                self._memory.copy_in(state.v[segment.slice], v)
                 row, threshold = state.thresholds_of(segment), entry.get("threshold")
                 row[...] = threshold if threshold is not None and len(threshold) == row.size else np.nan
             elif "error" in entry:

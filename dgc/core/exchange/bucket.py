@@ -21,10 +21,11 @@ from dgc.core.config import DGCConfig
 from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import Encoder
 from dgc.core.exchange.entries import EntrySum
+from dgc.core.exchange.owners import Owners
 from dgc.core.exchange.step import Step
 from dgc.core.kernels.base import Array, Kernels, SegmentWork, Selection, is_finite
 from dgc.core.layout import Bucket, Segment
-from dgc.core.message import Incoming, Messages, Mode
+from dgc.core.message import Incoming, Messages, Mode, PartKind
 from dgc.core.state import BucketState, State
 from dgc.errors import DGCError, LayoutError, WireError
 
@@ -45,6 +46,7 @@ class BucketExchange:
         self.kernels, self.memory, self.transport = kernels, kernels.memory, transport
         self.messages = Messages(bucket.index, transport, kernels.memory)
         self.own_share = state.own_share
+        self.owners = Owners(bucket, transport, kernels)
         self.vector = DenseVector(bucket, kernels, state.own_share, config.error_feedback)
         self.factor = 1.0 / transport.size if config.op == "average" else 1.0
         self.elements = sum(s.length for s in bucket.segments)
@@ -74,6 +76,7 @@ class BucketStep:
         has_run: whether the bucket was exchanged.
         absent: each rank's digest of its parameters without a gradient, once the messages are in.
         kept: by segment without a gradient on this rank, what the state held of it before the step.
+        dealt: what this rank has sent to the owners, if they add up entries.
     """
 
     def __init__(self, parts: BucketExchange, step: Step, state: BucketState) -> None:
@@ -83,11 +86,16 @@ class BucketStep:
         self.flagged_by: list[int] = []
         self.absent: list[int] = []
         self.kept: dict[Segment, list[Array]] = {}
+        self.dealt: SparseValues | None = None
         self.step, self._parts, self._state = step, parts, state
         self._segments = parts.bucket.segments
         self._packing: Callable[[], bool] | None = None
         self._begun: Callable[[], Selection] | None = None
         self._deferred: EntrySum | None = None
+        if self.plan.dealing:
+            parts.owners.start(self.plan)
+        elif self.plan.is_active:
+            state.return_w()
 
     # -- on the communication thread -----------------------------------------------------------------------------------
 
@@ -115,8 +123,12 @@ class BucketStep:
         """Exchange the bucket, all of whose gradients are in, and write the results of sparsified tensors."""
         stats = self.step.stats
         since = time.perf_counter()
-        self._compress()
+        count, nonfinite = self._compress()
         since = stats.lap("compress", since)
+        if self.plan.dealing:
+            count, overflows = self._reduce(nonfinite)
+            nonfinite |= overflows
+        self._finish_message(count, nonfinite)
         messages = self._gather()
         for message in messages:
             self.absent.append(message.absent)
@@ -139,12 +151,15 @@ class BucketStep:
         """Send a message of normal size that carries an error instead of entries."""
         if self.plan.is_active:
             self._parts.encoder.catch_up(self.step)
+        if self.plan.dealing and not self._parts.owners.are_out:
+            self._parts.owners.send_nothing()
+            self._count_parts()
         self._parts.messages.start(self.plan, self.step.number, self.step.fingerprint)
         self._parts.messages.write_error(error, parameter)
         self._gather()
 
-    def _compress(self) -> None:
-        """Write this rank's message and its dense vector."""
+    def _compress(self) -> tuple[int, bool]:
+        """Write this rank's message and its dense vector; returns its entries, and whether a value is not finite."""
         plan, vector, messages = self.plan, self._parts.vector, self._parts.messages
         messages.start(plan, self.step.number, self.step.fingerprint)
         vector.start(plan)
@@ -160,8 +175,25 @@ class BucketStep:
         nonfinite |= not vector.code_small(self._state, messages.coded)
         if plan.inline_bytes:
             messages.inline(vector.plain)
+        return self.count, nonfinite
+
+    def _reduce(self, nonfinite: bool) -> tuple[int, bool]:
+        """Send selected entries to their owners; put the sums that this rank owns into its message.
+
+        Returns:
+            The number of sums, and whether one is not finite.
+        """
+        owners, own = self._parts.owners, self._parts.encoder.own(self.plan)
+        assert isinstance(own, SparseValues), "the plan is one of selected entries"
+        self.dealt = owners.deal(own)
+        self.count = self.dealt.positions.size
+        owners.exchange(PartKind.NONFINITE if nonfinite else PartKind.ENTRIES)
+        self._count_parts()
+        return owners.add_up(self._state.w, self._parts.messages.payload)
+
+    def _finish_message(self, count: int, nonfinite: bool) -> None:
         absent, joins = _digest(self.kept) if self.kept else 0, self.step.options.joins
-        messages.finish(count=self.count, nonfinite=nonfinite, joined=joins, absent=absent)
+        self._parts.messages.finish(count=count, nonfinite=nonfinite, joined=joins, absent=absent)
 
     def _work(self) -> list[SegmentWork]:
         """Return the kernels' work on each sparsified tensor of the bucket."""
@@ -202,6 +234,12 @@ class BucketStep:
         stats.bytes_received += self.plan.message_bytes * (parts.transport.size - 1)
         return parts.messages.receive()
 
+    def _count_parts(self) -> None:
+        assert self.plan.dealing is not None
+        sent = self.plan.dealing.part_bytes * (self._parts.transport.size - 1)
+        self.step.stats.bytes_sent += sent
+        self.step.stats.bytes_received += sent
+
     def _sum(self, messages: Sequence[Incoming]) -> None:
         """Add up what came, and write the results of sparsified tensors."""
         plan, vector = self.plan, self._parts.vector
@@ -232,6 +270,8 @@ class BucketStep:
 
     def _decode(self, message: Incoming) -> SparseValues | DenseValues:
         try:
+            if self.plan.dealing:
+                return self._parts.owners.decode(message)
             return self._parts.encoder.decode(self.plan, message.payload, message.count)
         except (WireError, LayoutError) as error:
             raise message.damaged(error) from error
@@ -283,10 +323,12 @@ class BucketStep:
     def _commit(self) -> None:
         """Subtract what was sent from v, and mask momentum."""
         encoder, state = self._parts.encoder, self._state
+        if self.dealt is not None and encoder.keeps_residual:
+            state.w[...] = self._parts.owners.left
         masking = encoder.masks(self.plan, self.count)
         if not (encoder.keeps_residual or masking):
             return
-        own = encoder.own(self.plan)
+        own = encoder.own(self.plan) if self.dealt is None else self.dealt
         if isinstance(own, SparseValues):
             self._parts.kernels.take_out(state.u, state.v, own.positions, own.values, masking=masking)
             return

@@ -33,9 +33,10 @@ class Encoder(ABC):
     """
 
     def __init__(
-        self, bucket: Bucket, config: DGCConfig, kernels: Kernels, ranks: int, *, keeps_residual: bool
+        self, bucket: Bucket, config: DGCConfig, kernels: Kernels, transport: Transport, *, keeps_residual: bool
     ) -> None:
-        self._bucket, self._config, self._kernels, self._ranks = bucket, config, kernels, ranks
+        self._bucket, self._config, self._kernels, self._transport = bucket, config, kernels, transport
+        self._ranks = transport.size
         self.keeps_residual = keeps_residual
         self._elements = sum(s.length for s in bucket.sparse)
         self._plans: dict[float | None, BucketPlan] = {}
@@ -67,7 +68,7 @@ class Encoder(ABC):
         """Add the gradients to u and v, select, and write the payload.
 
         Args:
-            plan: if its mode is SUM, nothing is written and :meth:`own` is sent instead.
+            plan: if its mode is SUM, or owners add up, nothing is written and :meth:`own` is sent instead.
             step: the step.
             work: the kernels' work on each tensor.
             state: the bucket's state. Only u, v and the thresholds change before the commit.
@@ -131,6 +132,7 @@ class TopKEncoder(Encoder):
             values="float32" if self._is_exact(density) else self._config.values,
             compressor=compressor_class(self._config.algorithm).number,
             small=self._small(density),
+            deals=deals(self._config, self._transport),
         )
 
     @override
@@ -144,7 +146,7 @@ class TopKEncoder(Encoder):
     ) -> tuple[int, bool]:  # fmt: skip
         selection = (begun or self.begin(work, state))()
         positions, values = selection.positions, selection.values
-        if plan.mode is Mode.SPARSE:
+        if plan.mode is Mode.SPARSE and plan.dealing is None:
             values = plan.codec.encode(positions, values, payload)
         self._sent = SparseValues(positions, values)
         return len(positions), selection.nonfinite
@@ -174,9 +176,8 @@ class AlgorithmEncoder(Encoder):
         if kernels.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
         keeps = algorithm.error_feedback and algorithm.config.error_feedback
-        super().__init__(bucket, algorithm.config, kernels, transport.size, keeps_residual=keeps)
+        super().__init__(bucket, algorithm.config, kernels, transport, keeps_residual=keeps)
         self._algorithm = algorithm
-        self._transport = transport
         self._tensors = tuple(
             Tensor(layout.parameters[s.parameter].name, layout.parameters[s.parameter].shape, s.offset, s.length)
             for s in bucket.sparse
@@ -271,16 +272,26 @@ class AlgorithmEncoder(Encoder):
 def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport) -> list[Encoder]:
     """Return the encoder of each bucket of the layout, with the plans of all densities of the schedule."""
     algorithm = None if runs_on_devices(config) else compressor_class(config.algorithm)(config)
+    if algorithm is not None and config.exchange != "gather":
+        raise ConfigError(
+            f"exchange={config.exchange!r} serves the compressors dgc and topk; messages of {algorithm.name!r} are "
+            "gathered: leave exchange out"
+        )
     made: list[Encoder] = []
     for bucket in layout.buckets:
         made.append(
-            TopKEncoder(bucket, config, kernels, transport.size, keeps_residual=config.error_feedback)
+            TopKEncoder(bucket, config, kernels, transport, keeps_residual=config.error_feedback)
             if algorithm is None
             else AlgorithmEncoder(bucket, algorithm, kernels, transport, layout)
         )
         for sparsity in config.sparsity:
             made[-1].plan_at(1.0 - sparsity)
     return made
+
+
+def deals(config: DGCConfig, transport: Transport) -> bool:
+    """Return whether owners may add up entries: the user chose it, there are ranks, and the transport can."""
+    return config.exchange == "reduce-scatter" and transport.size > 1 and transport.has_alltoall
 
 
 def runs_on_devices(config: DGCConfig) -> bool:

@@ -13,7 +13,7 @@ from dgc.core.collectives import Transport, gather_rows
 from dgc.core.compressors import compressor_class
 from dgc.core.config import DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange, BucketStep
-from dgc.core.exchange.encoders import make_encoders
+from dgc.core.exchange.encoders import deals, make_encoders
 from dgc.core.exchange.entries import EntrySum
 from dgc.core.exchange.nodes import NodeSums
 from dgc.core.exchange.pipeline import Clipping, Pipeline, quiet
@@ -55,7 +55,8 @@ class Exchange:
         self.layout, self.config, self.transport = layout, config, transport
         self.kernels = kernels = kernels.for_exchange()
         self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-        self.state = State(layout, kernels, config.own_share(transport.size))
+        place = (transport.rank, transport.size) if deals(config, transport) else None
+        self.state = State(layout, kernels, config.own_share(transport.size), place)
         self.stats = Stats()
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}

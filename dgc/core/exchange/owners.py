@@ -1,0 +1,153 @@
+"""The reduce-scatter of a bucket: each rank adds up the entries of the positions that it owns.
+
+Every rank sends each owner the selected entries that it owns, in parts of a fixed size (alltoall). The owner adds them
+in rank order to its residual w, and puts the largest sums into the bucket's ordinary message, which all ranks receive.
+The rest stays in w. P = number of ranks, c = bytes of a part.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dgc.core.collectives import Transport
+from dgc.core.compressors.base import SparseValues
+from dgc.core.kernels.base import Kernels, SegmentWork
+from dgc.core.kernels.reference import top_k
+from dgc.core.kernels.threshold import new_thresholds
+from dgc.core.layout import Bucket
+from dgc.core.message import PART_HEADER, BucketPlan, Dealing, Incoming, PartKind
+from dgc.core.stripes import owners_of
+from dgc.errors import WireError
+
+_HEAD = PART_HEADER.itemsize
+_KINDS = [kind.value for kind in PartKind]
+
+
+class Owners:
+    """One bucket's reduce-scatter.
+
+    Attributes:
+        are_out: whether this rank's parts of the step are out.
+        left: (n,) float32: what w becomes if the step is committed.
+    """
+
+    _dealing: Dealing
+
+    def __init__(self, bucket: Bucket, transport: Transport, kernels: Kernels) -> None:
+        """Allocate nothing yet: buffers follow the plan given to :meth:`start`."""
+        self._bucket, self._transport, self._kernels = bucket, transport, kernels
+        self._thresholds = new_thresholds(len(bucket.sparse))
+        self._parts = self._came = np.empty((0, 0), np.uint8)
+        self.left = self._sums = np.empty(0, np.float32)
+        self.are_out = False
+
+    def start(self, plan: BucketPlan) -> None:
+        """Begin a step."""
+        assert plan.dealing is not None, "the plan is one of owners"
+        self._dealing, self.are_out = plan.dealing, False
+        ranks, size = self._transport.size, plan.dealing.part_bytes
+        if self._parts.shape != (ranks, size):
+            self._parts, self._came = np.zeros((ranks, size), np.uint8), np.zeros((ranks, size), np.uint8)
+        if self._kernels.on_device:
+            from dgc.core.kernels.cpu import NumbaKernels  # loads Numba
+
+            self._kernels = NumbaKernels()
+        places = plan.dealing.stripes[0].sparse_size
+        if self.left.size != places:
+            self.left, self._sums = np.zeros(places, np.float32), np.zeros(places, np.float32)
+
+    # -- first phase -------------------------------------------------------------------------------------------------
+
+    def deal(self, entries: SparseValues) -> SparseValues:
+        """Write a part for each owner; return the entries in them, with the values that the owners read.
+
+        Of the entries that do not fit, the smallest stay in this rank's residual.
+        """
+        dealing, ranks = self._dealing, self._transport.size
+        owners = owners_of(entries.positions, ranks)
+        by_owner = np.argsort(owners, kind="stable")
+        ends = np.cumsum(np.bincount(owners, minlength=ranks))
+        values, is_sent = entries.values.copy(), np.ones(entries.positions.size, bool)
+        for rank, (part, end) in enumerate(zip(self._parts, ends, strict=True)):
+            chosen = by_owner[ends[rank - 1] if rank else 0 : end]
+            if chosen.size > dealing.capacity:
+                is_sent[chosen] = False
+                chosen = chosen[top_k(values[chosen], dealing.capacity)]
+                is_sent[chosen] = True
+            places = dealing.stripes[rank].places(entries.positions[chosen])
+            values[chosen] = dealing.first[rank].encode(places, values[chosen], part[_HEAD:])
+            part[:_HEAD].view(PART_HEADER)["count"] = chosen.size
+        return SparseValues(entries.positions[is_sent], values[is_sent])
+
+    def exchange(self, kind: PartKind) -> None:
+        """Send the parts as parts of this kind, and receive those for this rank. Blocking."""
+        for part in self._parts:
+            part[:_HEAD].view(PART_HEADER)["kind"] = kind.value
+        self.are_out = True
+        self._transport.alltoall(self._parts, self._came)
+
+    def send_nothing(self) -> None:
+        """Send parts without entries, since this rank has failed: the error follows in its message."""
+        self._parts.fill(0)
+        self.exchange(PartKind.ERROR)
+
+    # -- between the phases, on the owner ------------------------------------------------------------------------------
+
+    def add_up(self, w: np.ndarray, payload: np.ndarray) -> tuple[int, bool]:
+        """Write the largest sums into the payload, and :attr:`left`.
+
+        Returns:
+            The number of entries, and whether a sum is not finite. Nothing is added if a rank's part holds no entries:
+            that rank's message, which follows, says why.
+
+        Raises:
+            WireError: a part is damaged.
+        """
+        dealing, rank = self._dealing, self._transport.rank
+        stripes, sums, left = dealing.stripes[rank], self._sums, self.left
+        left[...] = w
+        payload.fill(0)
+        counts = [self._count(sender) for sender in range(len(self._came))]
+        if None in counts:
+            return 0, False
+        sums.fill(0)
+        for sender, count in enumerate(counts):
+            assert count is not None
+            try:
+                places, values = dealing.first[rank].decode(self._came[sender, _HEAD:], count)
+            except WireError as error:
+                raise WireError(f"{self._origin(sender)}: {error}") from error
+            sums[places] += values
+        work = [
+            SegmentWork(gradient=sums[part], offset=part.start, length=part.stop - part.start, k=k)
+            for part, k in zip(stripes.slices.values(), dealing.ks, strict=True)
+        ]
+        chosen = self._kernels.accumulate_and_select(work, sums, left, self._thresholds)
+        values = dealing.second[rank].encode(chosen.positions, chosen.values, payload)
+        left[chosen.positions] -= values
+        return chosen.positions.size, chosen.nonfinite
+
+    def _count(self, sender: int) -> int | None:
+        """Return how many entries the part of a rank holds; None if it is of another kind."""
+        kind, count = self._came[sender, :_HEAD].view(PART_HEADER)[0].item()
+        if kind not in _KINDS or count > self._dealing.capacity:
+            raise WireError(
+                f"{self._origin(sender)}: it begins with {kind!r} and claims {count} entries; expected one of "
+                f"{', '.join(map(repr, _KINDS))} and at most {self._dealing.capacity} entries. It is damaged, or the "
+                "ranks are out of step."
+            )
+        return int(count) if kind == PartKind.ENTRIES.value else None
+
+    def _origin(self, sender: int) -> str:
+        return f"part of {self._transport.label(sender)} for bucket {self._bucket.index}"
+
+    # -- second phase --------------------------------------------------------------------------------------------------
+
+    def decode(self, message: Incoming) -> SparseValues:
+        """Read the sums that an owner has sent.
+
+        Raises:
+            WireError: the payload is damaged.
+        """
+        places, values = self._dealing.second[message.sender].decode(message.payload, message.count)
+        return SparseValues(self._dealing.stripes[message.sender].positions(places), values)

@@ -1,0 +1,421 @@
+"""Ranks that add up entries for each other: what they send, keep and refuse; ranks are threads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from exchange_tools import errors_of, gradient, make_exchange, parameters, run_step
+from fake_device import fake_kernels, needs_compiler
+
+from dgc.core import message
+from dgc.core.collectives import as_transport
+from dgc.core.compressors.base import SparseValues
+from dgc.core.exchange.owners import Owners
+from dgc.core.exchange.step import StepOptions
+from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.message import Dealing, Flags, PartKind
+from dgc.core.saved import resized
+from dgc.core.stripes import owners_of
+from dgc.errors import ConfigError, DGCError, LayoutError, WireError
+from dgc.transport.hierarchical import HierarchicalTransport
+from dgc.transport.local import run_ranks
+
+RANKS = 8
+SHAPES = {"a": (300, 70), "b": (64, 64), "small": (7,), "c": (90, 50)}
+OPTIONS = {"exchange": "reduce-scatter", "sparsity": 0.95, "momentum": 0.0}
+SPARSE = ["a", "b", "c"]
+
+WHEREVER = pytest.mark.parametrize(
+    "make_kernels", [ReferenceKernels, NumbaKernels, pytest.param(fake_kernels, marks=needs_compiler)]
+)
+
+
+def make(transport, **options):
+    return make_exchange(transport, SHAPES, **{**OPTIONS, **options})
+
+
+def gradients(step, rank, value=None):
+    given = [gradient(step, rank, i, p.numel) for i, p in enumerate(parameters(SHAPES))]
+    if value is not None:
+        given[0][5] = value
+    return given
+
+
+def residuals(exchange):
+    """v and w by name, in float64."""
+    entries = exchange.state.to_dict()["parameters"]
+    return {n: (entries[n]["v"].astype(float), entries[n]["w"].astype(float)) for n in SPARSE}
+
+
+def train(ranks=RANKS, steps=4, poisoned=None, **options):
+    """Returns per rank the sum of results, the sum of gradients, v and w, by name; and the exchange."""
+
+    def one_rank(transport):
+        exchange = make(transport, **options)
+        assert all(bucket.encoder.plan_at(1 - exchange.config.sparsity[-1]).dealing for bucket in exchange._buckets)
+        names = list(SHAPES)
+        sent, given = ({n: np.zeros(np.prod(SHAPES[n])) for n in names} for _ in range(2))
+        for step in range(steps):
+            grads = gradients(step, transport.rank, np.nan if poisoned == (step, transport.rank) else None)
+            refused, results = run_step(exchange, grads)
+            assert refused == (poisoned is not None and poisoned[0] == step)
+            for name, g, result in zip(names, grads, results, strict=True):
+                given[name] += np.nan_to_num(g)
+                sent[name] += 0 if refused else result
+        exchange.close()
+        return sent, given, residuals(exchange), exchange
+
+    return run_ranks(ranks, one_rank)
+
+
+def is_conserved(rows, factor=1 / RANKS):
+    for name in SPARSE:
+        sent = rows[0][0][name] / factor
+        kept = sum(v + w for v, w in (row[2][name] for row in rows))
+        given = sum(row[1][name] for row in rows)
+        np.testing.assert_allclose(sent + kept, given, atol=2e-5)
+
+
+@WHEREVER
+@pytest.mark.parametrize("values", ["float32", "int2"])
+def test_what_was_given_was_sent_or_is_in_v_or_in_w(values, make_kernels):
+    if make_kernels is fake_kernels:
+        is_conserved(train(values=values, kernels=make_kernels()))
+        return
+    rows = train(values=values, kernels=make_kernels())
+    is_conserved(rows)
+    assert all(row[2]["a"][1].any() for row in rows), "sums beyond the budget wait in w"
+
+
+def test_entries_that_do_not_fit_a_part_stay_in_v(monkeypatch):
+    monkeypatch.setattr(message, "PART_MARGIN", -4.0)
+    rows = train(steps=1)
+    is_conserved(rows)
+    room = rows[0][3]._buckets[0].at.plan.dealing.capacity * RANKS
+    for row in rows:
+        assert row[3].stats.last.entries_sent <= room < sum(row[3]._buckets[0].at.plan.ks)
+
+
+def test_every_rank_has_the_same_results():
+    rows = train(values="int2")
+    for row in rows[1:]:
+        for name in SHAPES:
+            np.testing.assert_array_equal(row[0][name], rows[0][0][name])
+
+
+def test_all_kernels_have_the_same_results():
+    first, second = (train(kernels=kernels) for kernels in (ReferenceKernels(), NumbaKernels()))
+    for a, b in zip(first, second, strict=True):
+        for name in SPARSE:
+            np.testing.assert_array_equal(a[0][name], b[0][name])
+            np.testing.assert_array_equal(a[2][name], b[2][name])
+
+
+def test_with_room_for_all_the_owners_sums_are_those_of_all_entries(monkeypatch):
+    monkeypatch.setattr(message, "PART_MARGIN", 100.0)
+    monkeypatch.setattr(message, "SUMS_PER_ENTRY", 1000)
+    bucket = make_exchange(SimpleNamespace(rank=0, size=1, inside=None), SHAPES).layout.buckets[0]
+    k, expected = 900, np.zeros(bucket.sparse_size, np.float32)
+    inside = np.concatenate([np.arange(s.offset, s.slice.stop) for s in bucket.sparse])
+    entries = []
+    for rank in range(RANKS):
+        rng = np.random.default_rng(rank)
+        positions = np.sort(rng.choice(inside, k, replace=False))
+        entries.append(SparseValues(positions, rng.standard_normal(k).astype(np.float32)))
+        expected[positions] += entries[-1].values
+
+    def rank(transport):
+        dealing = Dealing(bucket, (600, 200, 100), RANKS, "elias_fano", "float32")
+        owners = Owners(bucket, transport, ReferenceKernels())
+        owners.start(SimpleNamespace(dealing=dealing))
+        owners.deal(entries[transport.rank])
+        owners.exchange(PartKind.ENTRIES)
+        payload = np.zeros(dealing.payload_bytes, np.uint8)
+        count, nonfinite = owners.add_up(np.zeros_like(owners.left), payload)
+        assert not nonfinite
+        assert not owners.left.any()
+        found = owners.decode(SimpleNamespace(sender=transport.rank, payload=payload, count=count))
+        assert (owners_of(found.positions, RANKS) == transport.rank).all()
+        return found
+
+    total = np.zeros_like(expected)
+    for found in run_ranks(RANKS, rank):
+        total[found.positions] += found.values
+    np.testing.assert_array_equal(total, expected)
+
+
+# -- refused and failed steps ------------------------------------------------------------------------------------------
+
+
+def test_a_refused_step_leaves_w_as_it_was_and_its_gradients_in_v():
+    before, rows = train(steps=2), train(steps=3, poisoned=(2, 3))
+    for old, new in zip(before, rows, strict=True):
+        for name in SPARSE:
+            np.testing.assert_array_equal(new[2][name][1], old[2][name][1])
+    is_conserved(rows)
+
+
+def test_a_sum_that_overflows_on_its_owner_is_refused_on_all_ranks():
+    def rank(transport):
+        exchange = make(transport)
+        refused, _ = run_step(exchange, gradients(0, transport.rank, 3e38))
+        exchange.close()
+        return refused, any(bucket.w.any() for bucket in exchange.state.buckets)
+
+    assert run_ranks(RANKS, rank) == [(True, False)] * RANKS
+
+
+def test_an_error_before_the_parts_are_out_reaches_all_ranks():
+    def rank(transport):
+        exchange = make(transport)
+        if transport.rank == 2:
+            exchange.fail(LayoutError("mine"))
+        run_step(exchange, gradients(0, transport.rank))
+
+    assert [str(e) for e in errors_of(RANKS, rank)] == ["rank 2 failed in step 0: mine"] * RANKS
+
+
+class Damaging:
+    """A user's transport that damages what one rank receives in one collective."""
+
+    def __init__(self, transport, collective, change):
+        self.rank, self.size, self.name = transport.rank, transport.size, "damaging"
+        self.given, self.collective, self.change = transport, collective, change
+
+    def allgather(self, message, out):
+        self.given.allgather(message, out)
+        if self.collective == "allgather":
+            self.change(out)
+
+    def alltoall(self, message, out):
+        self.given.alltoall(message, out)
+        if self.collective == "alltoall":
+            self.change(out)
+
+    def allreduce(self, array, op="sum"):
+        self.given.allreduce(array, op)
+
+    def close(self):
+        self.given.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "text"),
+    [
+        (0, 0, "begins with"),
+        (3, ord("P"), "begins with"),
+        (7, 9, "claims"),
+        (slice(8, None), 255, "elias_fano"),
+    ],
+    ids=str,
+)
+def test_a_damaged_part_is_an_error_on_all_ranks(place, value, text):
+    def change(out):
+        out[5, place] = value
+
+    def rank(transport):
+        damages = change if transport.rank == 3 else lambda out: None
+        run_step(make(as_transport(Damaging(transport, "alltoall", damages))), gradients(0, transport.rank))
+
+    for error in errors_of(RANKS, rank):
+        assert isinstance(error, WireError)
+        assert "rank 3 failed in step 0: part of rank 5 for bucket 0" in str(error)
+        assert text in str(error)
+
+
+@pytest.mark.parametrize("collective", ["alltoall", "allgather"])
+@pytest.mark.parametrize("seed", range(12))
+def test_damage_never_ends_in_different_results(collective, seed):
+    """A damaged value cannot be seen; everything else is an error, of all ranks if it is in a part."""
+
+    def change(out):
+        rng = np.random.default_rng(seed)
+        row, at = rng.integers(RANKS), rng.integers(min(200, out.shape[1] - 8))
+        out[row, at : at + 4] = rng.integers(0, 256, 4)
+
+    def rank(transport):
+        exchange = make(as_transport(Damaging(transport, collective, change if transport.rank == 1 else lambda o: 0)))
+        try:
+            return [r.tobytes() for r in run_step(exchange, gradients(0, transport.rank))[1]]
+        except DGCError as error:
+            return error
+
+    ended = run_ranks(RANKS, rank)
+    if collective == "alltoall":
+        assert all(isinstance(e, DGCError) for e in ended) or all(e == ended[0] for e in ended)
+    else:
+        assert all(e == ended[0] for r, e in enumerate(ended) if r != 1) or all(isinstance(e, DGCError) for e in ended)
+
+
+def test_a_step_in_which_every_rank_has_joined_leaves_w_as_it_was():
+    def rank(transport):
+        exchange = make(transport)
+        run_step(exchange, gradients(0, transport.rank))
+        before = residuals(exchange)
+        zeros = [np.zeros_like(g) for g in gradients(0, 0)]
+        run_step(exchange, zeros, options=StepOptions(joins=Flags.JOINED))
+        after = residuals(exchange)
+        exchange.close()
+        return all(np.array_equal(before[n], after[n]) for n in SPARSE) and before["a"][1].any()
+
+    assert all(run_ranks(RANKS, rank))
+
+
+def test_a_parameter_without_a_gradient_on_any_rank_keeps_its_w():
+    def rank(transport):
+        exchange = make(transport)
+        run_step(exchange, gradients(0, transport.rank))
+        before, results = residuals(exchange), []
+        for i, g in enumerate(gradients(1, transport.rank)):
+            results.append(np.ones_like(g))
+            exchange.submit(i, g * (i != 0), results[-1], absent=i == 0)
+        exchange.finish()
+        after = residuals(exchange)
+        exchange.close()
+        assert not results[0].any()
+        assert not np.array_equal(before["b"][1], after["b"][1])
+        return np.array_equal(before["a"], after["a"]) and before["a"][1].any()
+
+    assert all(run_ranks(RANKS, rank))
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_run_goes_on_bit_for_bit():
+    def rank(transport):
+        def steps(exchange, first, stop):
+            return [run_step(exchange, gradients(s, transport.rank))[1] for s in range(first, stop)]
+
+        straight, half, fresh = (make(transport, momentum=0.9, values="int2") for _ in range(3))
+        expected = steps(straight, 0, 6)[3:]
+        steps(half, 0, 3)
+        fresh.load_state_dict(half.state_dict())
+        for a, b in zip(steps(fresh, 3, 6), expected, strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+    run_ranks(RANKS, rank)
+
+
+def test_another_number_of_ranks_keeps_the_mean_of_what_was_not_sent():
+    rows = train()
+    states = [row[3].state.to_dict() for row in rows]
+    expected = {n: sum(v + w for v, w in (row[2][n] for row in rows)) / RANKS for n in SPARSE}
+    for size in (3, 16, 5):
+        states = [resized(states, rank, size, 0) for rank in range(size)]
+
+        def load(transport, states=states):
+            exchange = make(transport)
+            exchange.state.load(states[transport.rank])
+            exchange.close()
+            return residuals(exchange), exchange.state.to_dict()
+
+        loaded = run_ranks(size, load)
+        for name in SPARSE:
+            mean = sum(v + w for v, w in (row[0][name] for row in loaded)) / size
+            np.testing.assert_allclose(mean, expected[name], atol=1e-6)
+        states = [row[1] for row in loaded]
+
+
+def test_a_job_that_gathers_takes_w_as_its_own():
+    rows = train()
+    state = rows[0][3].state.to_dict()
+
+    def load(transport):
+        exchange = make(transport, exchange="gather")
+        exchange.state.load(state)
+        exchange.close()
+        return exchange.state.to_dict()["parameters"]
+
+    loaded = run_ranks(2, load)[0]
+    for name in SPARSE:
+        np.testing.assert_array_equal(
+            loaded[name]["v"], state["parameters"][name]["v"] + state["parameters"][name]["w"]
+        )
+        assert "w" not in loaded[name]
+
+
+@WHEREVER
+def test_a_step_without_owners_sends_w_as_the_ranks_own(make_kernels):
+    """Where the next density makes a dense sum cheaper."""
+
+    def rank(transport):
+        exchange = make(transport, sparsity=(0.95, 0.0), rampup_step=2, kernels=make_kernels())
+        run_step(exchange, gradients(0, transport.rank))
+        before = exchange.state.buckets[0].w.any()
+        results = run_step(exchange, gradients(1, transport.rank))[1]
+        first = run_step(exchange, [np.zeros_like(g) for g in gradients(0, 0)])[1]
+        exchange.close()
+        return before, exchange.state.buckets[0].w.any(), results, first
+
+    for before, after, _, rest in run_ranks(RANKS, rank):
+        assert before
+        assert not after
+        assert not any(r.any() for r in rest), "everything was sent in the step before"
+
+
+# -- when --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_bytes_are_those_of_the_plan():
+    for *_, exchange in train(steps=1, values="int2"):
+        plan, last = exchange._buckets[0].at.plan, exchange.stats.last
+        assert last.bytes_received == (RANKS - 1) * (plan.dealing.part_bytes + plan.message_bytes)
+        assert last.bytes_sent == (RANKS - 1) * plan.dealing.part_bytes + plan.message_bytes
+
+
+def test_few_ranks_gather():
+    def rank(transport):
+        exchange = make(transport)
+        exchange.close()
+        return exchange._buckets[0].encoder.plan_at(0.05).dealing
+
+    assert run_ranks(2, rank) == [None, None]
+
+
+def test_a_users_transport_without_alltoall_gathers():
+    class Plain:
+        def __init__(self, transport):
+            self.rank, self.size, self.name, self.close = transport.rank, transport.size, "plain", transport.close
+            self.allgather, self.allreduce = transport.allgather, transport.allreduce
+
+    def rank(transport):
+        results = []
+        for exchange in ("reduce-scatter", "gather"):
+            made = make(as_transport(Plain(transport)), exchange=exchange)
+            results.append(run_step(made, gradients(0, transport.rank))[1])
+        for a, b in zip(*results, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    run_ranks(RANKS, rank)
+
+
+def test_topk_deals_and_other_compressors_say_that_they_gather():
+    is_conserved(train(algorithm="topk", values="float32"))
+
+    def rank(transport):
+        make_exchange(transport, SHAPES, algorithm="terngrad", exchange="reduce-scatter")
+
+    for error in errors_of(2, rank):
+        assert isinstance(error, ConfigError)
+        assert "serves the compressors dgc and topk; messages of 'terngrad' are gathered" in str(error)
+
+
+def test_nodes_deal_as_single_ranks():
+    def rank(transport):
+        exchange = make(HierarchicalTransport(transport, [r - r % 2 for r in range(2 * RANKS)]))
+        assert exchange._buckets[0].encoder.plan_at(1 - exchange.config.sparsity[-1]).dealing
+        results = [run_step(exchange, gradients(s, transport.rank))[1] for s in range(3)]
+        exchange.close()
+        return results, exchange.state.buckets[0].w
+
+    rows = run_ranks(2 * RANKS, rank)
+    for i, (results, w) in enumerate(rows):
+        np.testing.assert_array_equal(w, rows[i - i % 2][1])
+        for a, b in zip(results, rows[0][0], strict=True):
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_array_equal(x, y)
