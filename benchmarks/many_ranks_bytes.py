@@ -1,0 +1,74 @@
+"""Bytes through a rank in a step, gathered and with owners: ``python benchmarks/many_ranks_bytes.py``.
+
+They follow from the plans alone, so they are the same on every machine. What passes through a rank: all messages but
+its own in an allgather or an alltoall, 2 (P - 1) / P of a vector in an allreduce (rings). Beside them Ok-Topk's formula
+6 k (P - 1) / P and the lower bound 2 k, in entries of 8 bytes as that paper counts them (a position and a value).
+Writes ``benchmarks/results/many-ranks-bytes.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from compress import MODELS
+
+from dgc.core.compressors import make_config
+from dgc.core.config import entries_to_send
+from dgc.core.layout import Layout, Parameter, make_layout
+from dgc.core.message import make_plan
+
+RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+DENSITIES = [0.001, 1 / 64, 0.05]
+RESULT = Path(__file__).parent / "results" / "many-ranks-bytes.json"
+
+
+def through_a_rank(layout: Layout, density: float | None, ranks: int, *, deals: bool) -> tuple[int, int]:
+    """Return the bytes that pass through a rank, and how many buckets have owners."""
+    config, total, dealt = make_config({}), 0.0, 0
+    for bucket in layout.buckets:
+        plan = make_plan(
+            bucket,
+            density=density,
+            ranks=ranks,
+            indices=config.indices,
+            values=config.values,
+            small=config.small,
+            deals=deals,
+        )
+        total += (ranks - 1) * plan.message_bytes
+        if plan.dealing:
+            dealt += 1
+            total += (ranks - 1) * plan.dealing.part_bytes
+        if plan.allreduces:
+            total += 2 * (ranks - 1) / ranks * plan.itemsize * (plan.vector_size - plan.plain_start)
+    return round(total), dealt
+
+
+def main() -> None:
+    """Print the table and write the result."""
+    rows = []
+    for model in ("resnet50", "transformer"):
+        tensors = [Parameter(str(i), shape, "float32") for i, shape in enumerate(MODELS[model]())]
+        layout = make_layout(tensors, make_config({}))
+        for density in DENSITIES:
+            k = sum(entries_to_send(s.length, density) for b in layout.buckets for s in b.sparse)
+            for ranks in RANKS:
+                dense = 2 * (ranks - 1) / ranks * 4 * layout.numel
+                gathered, _ = through_a_rank(layout, density, ranks, deals=False)
+                owners, dealt = through_a_rank(layout, density, ranks, deals=True)
+                row = {"model": model, "parameters": layout.numel, "density": density, "ranks": ranks}
+                row |= {"dense": round(dense), "gather": gathered, "reduce-scatter": owners}
+                row |= {"buckets": len(layout.buckets), "buckets with owners": dealt}
+                row |= {"ok-topk": round(48 * k * (ranks - 1) / ranks), "bound": 16 * k}
+                rows.append(row)
+                print(
+                    f"{model:12} {density:8.3%} {ranks:5} dense {dense / 1e6:8.1f} MB  gather {gathered / 1e6:8.2f} "
+                    f"({dense / gathered:6.1f}x)  owners {owners / 1e6:7.2f} ({dense / owners:6.1f}x, {dealt} of "
+                    f"{len(layout.buckets)} buckets)  Ok-Topk {row['ok-topk'] / 1e6:7.2f}  2k {row['bound'] / 1e6:7.2f}"
+                )
+    RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
