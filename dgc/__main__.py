@@ -26,8 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     summary = "list all compressors: bits, error feedback, unbiased, source"
     compressors = commands.add_parser("compressors", help=summary, description=f"{summary.capitalize()}.")
     compressors.set_defaults(run=list_compressors)
-    build_horovod.add_arguments(commands.add_parser("build-horovod", help=build_horovod.SUMMARY))
-    doctor.add_arguments(
+    build_horovod.add_build_options(commands.add_parser("build-horovod", help=build_horovod.SUMMARY))
+    doctor.add_doctor_options(
         commands.add_parser("doctor", help=doctor.SUMMARY, description=f"{doctor.SUMMARY.capitalize()}.")
     )
     summary = "compile all kernels into the cache, for the image of a container or before a first start"

