@@ -128,8 +128,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             sparse_updates: With a plain SGD, update only the parameters' received entries; False: update all entries.
             hierarchical: The ranks of a node add up their gradients and send as one rank. "auto": if that saves
                 traffic. A number: in groups of this many neighbouring ranks.
-            exchange: "gather": every rank receives the messages of all others. "reduce-scatter": each rank adds up a
-                part of the positions for all others, where that takes fewer bytes: for many ranks.
+            exchange: "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: each
+                rank adds up the entries of a part of the positions for all ranks, if that takes fewer bytes.
             transport: What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or
                 torch.distributed.
             loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.

@@ -89,8 +89,8 @@ class DGCConfig:
     # The ranks of a node add up their gradients and send as one rank. "auto": if that saves traffic. A number: in
     # groups of this many neighbouring ranks.
     hierarchical: bool | int | Literal["auto"] = False
-    # "gather": every rank receives the messages of all others. "reduce-scatter": each rank adds up a part of the
-    # positions for all others, where that takes fewer bytes: for many ranks.
+    # "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: each rank adds up the
+    # entries of a part of the positions for all ranks, if that takes fewer bytes.
     exchange: Literal["gather", "reduce-scatter"] = "gather"
     # Seed of the random numbers, which also depend on rank, step and tensor.
     seed: int = 0

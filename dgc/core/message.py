@@ -1,10 +1,11 @@
 """A bucket's message: its header, the sizes of its parts, and how it is written, exchanged and checked.
 
-A receiver knows from its own configuration what each field of the header must be. A difference is a :class:`WireError`
-that names the sender, the field, both values and the usual cause. Nothing is read before all fields agree.
+A receiver knows the expected value of each field of the header from its own configuration. A difference raises a
+:class:`WireError` that names the sender, the field, both values and the usual cause. A receiver reads the rest of a
+message only if all fields agree.
 
-A :class:`BucketPlan` depends on nothing but the layout, the density, the codecs and the number of ranks P. So the ranks
-agree on all sizes without asking each other, and a resumed run decides as the first one did.
+A :class:`BucketPlan` depends only on the layout, the density, the codecs and the number of ranks P. So the ranks agree
+on all sizes without asking each other, and a resumed run makes the same plans.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LAYOUT = np.dtype(
         ("absent", "<u8"),
     ]
 )
-# Never changes within a version, and is a multiple of the block alignment.
+# Constant within a version, and a multiple of the block alignment.
 HEADER_BYTES = LAYOUT.itemsize
 assert HEADER_BYTES == 64
 _RESERVED = bytes(LAYOUT["reserved"].itemsize)
@@ -79,13 +80,14 @@ class Header(NamedTuple):
         fingerprint: hash of the layout, momentum, Nesterov, weight decay, gain and learning rates.
         bucket: the bucket's number in the layout.
         count: entries sent, k.
-        payload_bytes: bytes of the payload: index block, value block, and the zeros that fill up its fixed size.
-        dense_bytes: bytes of the dense section that follows the payload; 0 if there is none.
+        payload_bytes: bytes of the payload: index block, value block, and zeros up to its fixed size.
+        dense_bytes: bytes of the dense section after the payload; 0 if there is none.
         flags: :class:`Flags`.
         error_code: with ``Flags.ERROR``, the error's place in :data:`ERROR_CLASSES`.
         error_parameter: number of the parameter that the error is about.
         dense_codec: :class:`ValueCodecId` of the small tensors at the start of the dense section; 0 if there are none.
-        absent: digest of the bucket's parameters without a gradient on the sender; 0 if all have one. It may differ.
+        absent: digest of the bucket's parameters without a gradient on the sender; 0 if all have one. It may differ
+            between ranks.
     """
 
     compressor: int
@@ -105,7 +107,7 @@ class Header(NamedTuple):
 
 
 _SPARSITY = "The message is damaged, or its sender uses another sparsity"
-# What to do about a field that differs; the first difference in this order is reported.
+# The advice about a field that differs. The first difference in this order is reported.
 _ADVICE = {
     "compressor": "Give every rank the same compression=.",
     "index_codec": "Give every rank the same indices= and the same sparsity.",
@@ -117,7 +119,7 @@ _ADVICE = {
     "payload_bytes": f"{_SPARSITY} or other codecs.",
     "dense_bytes": "The ranks' lists of dense parameters differ: give every rank the same min_numel, include, exclude.",
 }
-_LIMITED = ("count", "payload_bytes")  # may be less than expected
+_LIMITED = ("count", "payload_bytes")  # fields that may be less than expected
 
 
 def pack_header(header: Header, out: np.ndarray) -> None:
@@ -134,7 +136,7 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
     if magic != MAGIC:
         raise WireError(
             f"{origin}: it starts with {magic!r}, expected {MAGIC!r}. These bytes are no message of this package: "
-            "is another collective running on the same communicator?"
+            "does another collective run on the same communicator?"
         )
     if version != VERSION:
         raise WireError(
@@ -160,8 +162,8 @@ def check_header(header: Header, expected: Header, sender: int | str) -> None:
 
     Args:
         header: from :func:`unpack_header`.
-        expected: of this rank; ``count`` and ``payload_bytes`` are the most that is allowed.
-        sender: the rank the message came from.
+        expected: this rank's header, with the largest ``count`` and ``payload_bytes`` that are allowed.
+        sender: the rank that has sent the message.
     """
     for name, advice in _ADVICE.items():
         came, own = getattr(header, name), getattr(expected, name)
@@ -204,18 +206,18 @@ PART_HEADER = np.dtype([("kind", "S4"), ("count", "<u4")])
 
 
 class PartKind(enum.Enum):
-    """The first bytes of a part. Each two differ in several bits, so that one damaged bit is seen."""
+    """The first bytes of a part. Any two differ in several bits, so that a single damaged bit is noticed."""
 
     ENTRIES = b"DGCp"
     NONFINITE = b"DGCn"  # the sender's gradient has a value that is not finite: the step is refused on every rank
     ERROR = b"DGCe"  # the sender failed: its message, which follows, says how
 
 
-# An owner sends this many times as many sums as entries come to it from one rank, on average over the owners.
+# How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
 SUMS_PER_ENTRY = 4
 
-# Standard deviations of the number of a rank's entries that one owner owns, which a part has room for beyond the mean.
-# It overflows in one part of 44; what does not fit, less than 0.9 % / sqrt(mean) of the entries, is sent later.
+# A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
+# entries that do not fit, less than 0.9 % / sqrt(mean) of all, are sent later.
 PART_MARGIN = 2.0
 
 
@@ -223,11 +225,11 @@ class Dealing:
     """The sizes and codecs of a bucket whose entries are added up by owners; the same on every rank.
 
     Attributes:
-        capacity: the most entries of a part, which one rank sends to one owner.
+        capacity: the most entries in a part, which one rank sends to one owner.
         part_bytes: bytes of a part.
-        ks: the most sums of each tensor that one owner sends to all.
-        payload_bytes: bytes for them in a message.
-        stripes: of each owner.
+        ks: the most sums of each tensor that one owner sends to all ranks.
+        payload_bytes: bytes for these sums in a message.
+        stripes: the positions of each owner.
         first: the codec of each owner's parts.
         second: the codec of each owner's sums.
     """
@@ -250,21 +252,21 @@ class BucketPlan:
 
     The *vector* covers positions ``vector_start`` to ``bucket.size``, which are summed densely. With ``small``, its
     first ``bucket.small_size`` elements are sent coded inside the message. The rest, the *plain* part, is sent inside
-    the message (``inline``) when that saves a collective, else by allreduce.
+    the message (``inline``) if that saves a collective, else by allreduce.
 
     Attributes:
         mode: how the sparsified tensors are sent.
-        density: of the schedule in this step; None in a dense step.
+        density: the schedule's density in this step; None in a dense step.
         ids: numbers of the compressor, the index codec and the value codec in the header.
         ks: the most entries of each sparsified tensor.
         itemsize: bytes of an element of the vector.
         payload_bytes: bytes for selected entries.
         message_bytes: bytes of the message.
-        small: codes the small tensors, if they are sent coded.
-        selection: codes selected entries, if no other compressor does.
-        dealing: how owners add up selected entries, if they do; the payload then holds an owner's sums.
+        small: the codec of the small tensors, if they are sent coded.
+        selection: the codec of selected entries, if no other compressor codes them.
+        dealing: how owners add up selected entries, if they do. Then the payload holds an owner's sums.
         most_entries: the most entries of a payload.
-        is_active: whether an encoder has anything to do: a sparsified step, and a tensor that is.
+        is_active: whether an encoder has work: the step is sparsified, and the bucket has a sparsified tensor.
         plain_start: place of the plain part in the vector.
         coded_bytes: bytes of the coded small tensors. They begin the message's dense section, at ``coded_bytes_at``.
         inline_bytes: bytes of the plain part inside the message, at ``inline_bytes_at``.
@@ -317,7 +319,7 @@ def make_plan(
 ) -> BucketPlan:
     """Decide how ``bucket`` is sent as selected entries with these codecs; see :func:`plan_for`.
 
-    With ``deals``, owners add up the entries if that moves fewer bytes than to gather them.
+    With ``deals``, owners add up the entries if this moves fewer bytes than gathering.
     """
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
     codec = SparseCodec(bucket, sum(ks), indices, values)
@@ -348,7 +350,7 @@ def plan_for(
     itemsize = 8 if bucket.dtype == "float64" else 4
     mode, payload = Mode.DENSE, payload_bytes
     if density is not None:
-        # Ring costs: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
+        # The costs of a ring: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
         gathered = (ranks - 1) * (payload + (dealing.part_bytes if dealing else 0))
         reduced = 2 * (ranks - 1) / ranks * itemsize * bucket.sparse_size
         mode = Mode.SUM if gathered > reduced else Mode.SPARSE
@@ -372,7 +374,7 @@ def plan_for(
 
 
 def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:
-    """Return the codec of the bucket's small tensors; None if it has none, or if an allreduce moves fewer bytes."""
+    """Return the codec of the bucket's small tensors; None without such tensors, or if an allreduce is cheaper."""
     if name == "float32" or not bucket.small_size:
         return None
     coder = SmallCodec(bucket, name)
@@ -380,11 +382,11 @@ def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:
 
 
 def _inline(inside: int, reduced: int, ranks: int) -> bool:
-    """Return whether a dense vector should be sent inside the message instead of by an allreduce of its own.
+    """Return whether a dense vector should be sent inside the message instead of by an allreduce.
 
-    Inside the message its bytes (``inside``) travel ``P - 1`` times. In an allreduce its bytes (``reduced``) travel
-    ``2 (P - 1) / P`` times, but a collective costs as much as about 64 KiB (50 us at 10 Gbit/s). Large vectors always
-    go by allreduce, which needs no buffer P times as large.
+    Inside the message its bytes (``inside``) are sent ``P - 1`` times. In an allreduce its bytes (``reduced``) are sent
+    ``2 (P - 1) / P`` times, but a collective costs as much as about 64 KiB (50 us at 10 Gbit/s). Large vectors are
+    always sent by allreduce, which needs no buffer for P copies.
     """
     extra = (ranks - 1) * inside - 2 * (ranks - 1) / ranks * reduced
     return inside <= INLINE_MAX_BYTES and extra <= INLINE_EXTRA_BYTES
@@ -392,7 +394,7 @@ def _inline(inside: int, reduced: int, ranks: int) -> bool:
 
 # -- the message ---------------------------------------------------------------------------------------------------
 
-# The place of an error's class here is its number in messages.
+# The place of an error's class in this list is its number in messages.
 ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.RemoteError,
     errors.LayoutError,
@@ -405,7 +407,7 @@ _JOINED = Flags.JOINED | Flags.BY_TRAINING
 
 
 class RemoteFailure(Exception):
-    """A rank, another one or this one, sent an error instead of a message."""
+    """A rank, perhaps this one, has sent an error instead of an ordinary message."""
 
     def __init__(self, error: errors.DGCError) -> None:
         super().__init__(str(error))
@@ -414,11 +416,11 @@ class RemoteFailure(Exception):
 
 @dataclass(slots=True)
 class Incoming:
-    """One rank's message of one bucket, checked.
+    """One rank's checked message of one bucket.
 
     Attributes:
         origin: names the sender and the bucket, for errors.
-        joined: of :class:`Flags`: JOINED, BY_TRAINING.
+        joined: the flags JOINED and BY_TRAINING of :class:`Flags`.
         absent: digest of the parameters without a gradient.
     """
 
@@ -433,12 +435,12 @@ class Incoming:
     absent: int = 0
 
     def damaged(self, error: errors.DGCError) -> errors.WireError:
-        """Return the error about this message, whose content was refused for ``error``."""
+        """Make the error about this message, whose content was refused because of ``error``."""
         return errors.WireError(f"message of {self.origin}: {error}")
 
 
 class Messages:
-    """The messages of one bucket: writes this rank's, exchanges them, and checks those of all ranks.
+    """Writes this rank's message of one bucket, exchanges messages, and checks those of all ranks.
 
     Attributes:
         payload: (payload_bytes,) uint8 of this rank's message.
@@ -446,17 +448,17 @@ class Messages:
     """
 
     _plan: BucketPlan
-    _header: Header  # of an ordinary message of this step with as many entries as allowed
+    _header: Header  # the header of an ordinary message of this step with the most entries
 
     def __init__(self, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
-        """Allocate nothing yet: buffers, of ``memory``, follow the plan given to :meth:`start`."""
+        """Allocate nothing yet; :meth:`start` allocates buffers in ``memory``."""
         self._bucket, self._transport, self._memory = bucket, transport, memory or Memory()
         self._joined = 0
         self._message = self.payload = self.coded = np.empty(0, np.uint8)
         self._gathered = np.empty((0, 0), np.uint8)
 
     def start(self, plan: BucketPlan, step: int, fingerprint: int) -> None:
-        """Begin a message of the plan's size; all ranks must have the same fingerprint in this step."""
+        """Begin a message of the plan's size. All ranks must have the same fingerprint in this step."""
         self._plan = plan
         self._joined = 0
         compressor, indices, values = plan.ids
@@ -486,7 +488,7 @@ class Messages:
         self._message[at : at + vector.nbytes] = vector.view(np.uint8)
 
     def finish(self, *, count: int, nonfinite: bool, joined: int = 0, absent: int = 0) -> None:
-        """Write the header of an ordinary message; ``joined`` is 0, or the flags of a rank without data."""
+        """Write the header of an ordinary message. ``joined`` is 0, or the flags of a rank without data."""
         self._joined = joined
         flags = joined | Flags.NONFINITE * nonfinite
         pack_header(self._header._replace(count=count, flags=flags, absent=absent), self._message)
@@ -506,10 +508,10 @@ class Messages:
         self._transport.allgather(self._message, self._gathered)
 
     def receive(self) -> list[Incoming]:
-        """Check the messages of all ranks; returns them in rank order."""
+        """Check the messages of all ranks, and return them in rank order."""
         plan, expected, label = self._plan, self._header, self._transport.label
         headers, joins = [], {0}
-        # A rank that gave up may have done so before it knew this step's options: its error is what counts.
+        # Look for errors first: a rank may have failed before it knew this step's options for its header.
         for sender, data in enumerate(self._gathered):
             header = unpack_header(data, sender)
             headers.append(header)
@@ -519,7 +521,7 @@ class Messages:
                 code = header.error_code if header.error_code < len(ERROR_CLASSES) else 0
                 raise RemoteFailure(ERROR_CLASSES[code](f"{label(sender)} failed in step {header.step}: {text}"))
         if len(joins) > 2:
-            raise errors.ConfigError("the ranks gave join() different values of divide_by=: give all of them the same")
+            raise errors.ConfigError("the ranks gave join() different values of divide_by=: give all the same value")
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
             who, joined = label(sender), header.flags & _JOINED

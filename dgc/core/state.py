@@ -30,11 +30,11 @@ class BucketState:
         thresholds: (S, c) float64, which the selection updates.
         error: (small_size,) float32 on the host: the error of the small tensors' codec so far. If ``residual_pending``,
             the next step adds it to their gradients; otherwise it is 0.
-        w: (n,) float32 on the host: what this rank has not sent yet of the sums that it owns; n = 0 if ranks own none.
+        w: (n,) float32 on the host: the residual of the sums that this rank owns; n = 0 if ranks own no positions.
     """
 
     def __init__(self, bucket: Bucket, kernels: Kernels, stripes: Stripes | None = None) -> None:
-        """Allocate zeros, and unknown thresholds; ``stripes``: the positions that this rank owns, if ranks own any."""
+        """Allocate zeros, and unknown thresholds. ``stripes`` are the positions that this rank owns, if any."""
         self._bucket, self._memory = bucket, kernels.memory
         self.u = self._memory.zeros(bucket.size, bucket.dtype)
         self.v = self._memory.zeros(bucket.sparse_size, bucket.dtype)
@@ -49,14 +49,14 @@ class BucketState:
         return self.w[self.stripes.slices[segment]] if self.stripes else self.w
 
     def owned(self, segment: Segment) -> np.ndarray:
-        """Return where in a sparsified tensor the elements of :meth:`w_of` lie."""
+        """Return the places in a sparsified tensor of the elements of :meth:`w_of`."""
         if self.stripes is None:
             return np.empty(0, np.int64)
         places = self.stripes.slices[segment]
         return self.stripes.positions(np.arange(places.start, places.stop)) - segment.offset
 
     def return_w(self) -> None:
-        """Move w into v: then this rank sends it as its own. The sum over all ranks stays the same."""
+        """Move w into v, so that this rank sends it as its own. The sum over all ranks does not change."""
         if not self.w.any():
             return
         v = self._memory.to_host(self.v)
@@ -116,7 +116,7 @@ class State:
     def __init__(
         self, layout: Layout, kernels: Kernels, own_share: float = 1.0, place: tuple[int, int] | None = None
     ) -> None:
-        """Start from zeros at step 0; ``place``: rank and number of ranks, if ranks add up entries for each other."""
+        """Start from zeros at step 0. ``place`` is (rank, number of ranks) if ranks own positions."""
         self._place_among = place
         self._layout, self._kernels, self._memory = layout, kernels, kernels.memory
         self.own_share = own_share
@@ -216,7 +216,7 @@ class State:
             self.set_momentum_buffer(i, entry["u"])
             if self._layout.is_sparsified(i):
                 v = entry["v"]
-                if "w" in entry:  # saved with other ranks or buckets, it may be another rank's here
+                if "w" in entry:  # a job with other ranks or buckets may have saved it: keep only what this rank owns
                     owned, w = state.owned(segment), np.array(entry["w"], np.float32)
                     state.w_of(segment)[...] = w[owned]
                     w[owned] = 0

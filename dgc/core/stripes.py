@@ -1,7 +1,7 @@
-"""Which rank owns which positions of a bucket, where ranks add up entries for each other.
+"""Assign the positions of a bucket to ranks, their owners, which add up entries for all ranks.
 
-The positions are dealt in stripes of consecutive elements. A *round* is one stripe for each rank; every round begins
-with another rank, because the rows of a matrix are often a multiple of a round long, and large entries share columns.
+The positions are divided into stripes of consecutive elements. A *round* is one stripe for each rank. Every round
+begins with another rank, because a matrix' rows are often as long as several rounds, and large entries share columns.
 P = number of ranks.
 """
 
@@ -14,31 +14,31 @@ import numpy as np
 
 from dgc.core.layout import ALIGNMENT, Bucket, Segment
 
-# Elements of a stripe: a multiple of the alignment, so that each tensor's part of a rank's stripes is aligned too.
+# Elements in a stripe: a multiple of the alignment, so that each tensor's part of a rank's stripes is aligned, too.
 STRIPE = 2 * ALIGNMENT
 
 _MIXER = 2654435761  # Knuth's multiplicative hash, section 6.4 of The Art of Computer Programming
 
 
 def owners_of(positions: np.ndarray, ranks: int) -> np.ndarray:
-    """Return the rank that owns each of (k,) positions of a bucket, as uint16, which sorts fast."""
+    """Return the owner of each of (k,) positions of a bucket, as uint16, which sorts fast."""
     stripes = positions // STRIPE
     owners: np.ndarray = (stripes + _shift(stripes // ranks)) % ranks
     return owners.astype(np.uint16)
 
 
 def _shift(rounds: Any) -> Any:
-    """Return the number, any number >= 0, by which the owners of (n,) rounds, or of one round, are rotated."""
+    """Return by how many ranks the owners of a round, or of (n,) rounds, are rotated: any number >= 0."""
     return (rounds * _MIXER & 0xFFFFFFFF) >> 16
 
 
 class Stripes:
-    """The positions of a bucket that one rank owns, numbered from 0 in their order: their *places*.
+    """The positions of a bucket that one rank owns. Numbered from 0 in their order, they are its *places*.
 
-    It has what codecs ask of a bucket.
+    It has the attributes of a bucket that codecs use.
 
     Attributes:
-        sparse_size: number of places; the same on all ranks, so that a few may lie behind the bucket's end.
+        sparse_size: the number of places. It is the same on all ranks, so a few places may lie beyond the bucket.
         sparse: the bucket's sparsified tensors.
     """
 
@@ -61,7 +61,7 @@ class Stripes:
         return places
 
     def bounds(self, places: np.ndarray) -> np.ndarray:
-        """See :meth:`dgc.core.layout.Bucket.bounds`."""
+        """Split ascending places by tensor, as :meth:`dgc.core.layout.Bucket.bounds` does."""
         return self.bucket.bounds(self.positions(places))
 
     @cached_property
@@ -70,7 +70,7 @@ class Stripes:
         return {s: slice(self._below(s.offset), self._below(s.slice.stop)) for s in self.sparse}
 
     def _below(self, position: int) -> int:
-        """Return how many owned positions lie below a position."""
+        """Return how many positions below ``position`` this rank owns."""
         round_, rest = divmod(position, STRIPE * self.ranks)
         before = (self.rank - _shift(round_)) % self.ranks * STRIPE
         return round_ * STRIPE + int(min(max(rest - before, 0), STRIPE))

@@ -70,13 +70,13 @@ class BucketStep:
         step: the step, which the bucket shares with others.
         plan: how the bucket is sent.
         count: entries that this rank has put into its message.
-        flagged: whether a value is not finite; once the messages are in, on any rank.
+        flagged: whether a value is not finite on this rank; after the exchange, on any rank.
         flagged_by: the ranks that met such a value before they sent anything.
-        is_out: whether this rank's message is out: an error can no longer be reported in it.
+        is_out: whether this rank has sent its message, so that it cannot report an error in it any more.
         has_run: whether the bucket was exchanged.
-        absent: each rank's digest of its parameters without a gradient, once the messages are in.
-        kept: by segment without a gradient on this rank, what the state held of it before the step.
-        dealt: what this rank has sent to the owners, if they add up entries.
+        absent: after the exchange, each rank's digest of its parameters without a gradient.
+        kept: for each segment without a gradient on this rank, a copy of its state before the step.
+        dealt: the entries that this rank has sent to the owners, if they add up entries.
     """
 
     def __init__(self, parts: BucketExchange, step: Step, state: BucketState) -> None:
@@ -159,7 +159,11 @@ class BucketStep:
         self._gather()
 
     def _compress(self) -> tuple[int, bool]:
-        """Write this rank's message and its dense vector; returns its entries, and whether a value is not finite."""
+        """Write this rank's message and dense vector.
+
+        Returns:
+            The number of entries, and whether a value is not finite.
+        """
         plan, vector, messages = self.plan, self._parts.vector, self._parts.messages
         messages.start(plan, self.step.number, self.step.fingerprint)
         vector.start(plan)
@@ -178,7 +182,7 @@ class BucketStep:
         return self.count, nonfinite
 
     def _reduce(self, nonfinite: bool) -> tuple[int, bool]:
-        """Send selected entries to their owners; put the sums that this rank owns into its message.
+        """Send the selected entries to their owners, and put the sums that this rank owns into its message.
 
         Returns:
             The number of sums, and whether one is not finite.

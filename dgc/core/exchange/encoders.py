@@ -68,7 +68,7 @@ class Encoder(ABC):
         """Add the gradients to u and v, select, and write the payload.
 
         Args:
-            plan: if its mode is SUM, or owners add up, nothing is written and :meth:`own` is sent instead.
+            plan: if its mode is SUM, or owners add up entries, no payload is written, and :meth:`own` is sent instead.
             step: the step.
             work: the kernels' work on each tensor.
             state: the bucket's state. Only u, v and the thresholds change before the commit.
@@ -275,7 +275,7 @@ def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport
     if algorithm is not None and config.exchange != "gather":
         raise ConfigError(
             f"exchange={config.exchange!r} serves the compressors dgc and topk; messages of {algorithm.name!r} are "
-            "gathered: leave exchange out"
+            "always gathered: leave exchange out"
         )
     made: list[Encoder] = []
     for bucket in layout.buckets:
@@ -290,7 +290,7 @@ def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport
 
 
 def deals(config: DGCConfig, transport: Transport) -> bool:
-    """Return whether owners may add up entries: the user chose it, there are ranks, and the transport can."""
+    """Return whether owners may add up entries: the user chose it, and there is a transport with alltoall."""
     return config.exchange == "reduce-scatter" and transport.size > 1 and transport.has_alltoall
 
 

@@ -1,8 +1,8 @@
-"""The reduce-scatter of a bucket: each rank adds up the entries of the positions that it owns.
+"""The reduce-scatter of a bucket: each rank is the owner of some positions, and adds up their entries.
 
-Every rank sends each owner the selected entries that it owns, in parts of a fixed size (alltoall). The owner adds them
-in rank order to its residual w, and puts the largest sums into the bucket's ordinary message, which all ranks receive.
-The rest stays in w. P = number of ranks, c = bytes of a part.
+Every rank sends its selected entries to their owners, in parts of a fixed size (alltoall). An owner adds them in rank
+order to its residual w, and puts the largest sums into the bucket's ordinary message, which all ranks receive. The rest
+stays in w. P = number of ranks, c = bytes of a part.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Owners:
     """One bucket's reduce-scatter.
 
     Attributes:
-        are_out: whether this rank's parts of the step are out.
-        left: (n,) float32: what w becomes if the step is committed.
+        are_out: whether this rank has sent its parts in this step.
+        left: (n,) float32: the next value of w, if the step is committed.
     """
 
     _dealing: Dealing
 
     def __init__(self, bucket: Bucket, transport: Transport, kernels: Kernels) -> None:
-        """Allocate nothing yet: buffers follow the plan given to :meth:`start`."""
+        """Allocate nothing yet; :meth:`start` allocates buffers."""
         self._bucket, self._transport, self._kernels = bucket, transport, kernels
         self._thresholds = new_thresholds(len(bucket.sparse))
         self._parts = self._came = np.empty((0, 0), np.uint8)
@@ -49,7 +49,7 @@ class Owners:
         if self._parts.shape != (ranks, size):
             self._parts, self._came = np.zeros((ranks, size), np.uint8), np.zeros((ranks, size), np.uint8)
         if self._kernels.on_device:
-            from dgc.core.kernels.cpu import NumbaKernels  # loads Numba
+            from dgc.core.kernels.cpu import NumbaKernels  # this import loads Numba
 
             self._kernels = NumbaKernels()
         places = plan.dealing.stripes[0].sparse_size
@@ -59,9 +59,9 @@ class Owners:
     # -- first phase -------------------------------------------------------------------------------------------------
 
     def deal(self, entries: SparseValues) -> SparseValues:
-        """Write a part for each owner; return the entries in them, with the values that the owners read.
+        """Write a part for each owner; return the entries in the parts, with the values that the owners decode.
 
-        Of the entries that do not fit, the smallest stay in this rank's residual.
+        If entries do not fit into a part, the smallest stay in this rank's residual.
         """
         dealing, ranks = self._dealing, self._transport.size
         owners = owners_of(entries.positions, ranks)
@@ -80,25 +80,25 @@ class Owners:
         return SparseValues(entries.positions[is_sent], values[is_sent])
 
     def exchange(self, kind: PartKind) -> None:
-        """Send the parts as parts of this kind, and receive those for this rank. Blocking."""
+        """Send the parts, marked as of this kind, and receive the parts for this rank. Blocking."""
         for part in self._parts:
             part[:_HEAD].view(PART_HEADER)["kind"] = kind.value
         self.are_out = True
         self._transport.alltoall(self._parts, self._came)
 
     def send_nothing(self) -> None:
-        """Send parts without entries, since this rank has failed: the error follows in its message."""
+        """Send parts without entries, because this rank has failed. Its message carries the error."""
         self._parts.fill(0)
         self.exchange(PartKind.ERROR)
 
     # -- between the phases, on the owner ------------------------------------------------------------------------------
 
     def add_up(self, w: np.ndarray, payload: np.ndarray) -> tuple[int, bool]:
-        """Write the largest sums into the payload, and :attr:`left`.
+        """Write the largest sums into the payload, and set :attr:`left`.
 
         Returns:
-            The number of entries, and whether a sum is not finite. Nothing is added if a rank's part holds no entries:
-            that rank's message, which follows, says why.
+            The number of entries, and whether a sum is not finite. If a rank's part is not one of entries, nothing is
+            added; that rank's message tells the reason.
 
         Raises:
             WireError: a part is damaged.
@@ -128,7 +128,7 @@ class Owners:
         return chosen.positions.size, chosen.nonfinite
 
     def _count(self, sender: int) -> int | None:
-        """Return how many entries the part of a rank holds; None if it is of another kind."""
+        """Return how many entries the part from ``sender`` holds; None if it is of another kind."""
         kind, count = self._came[sender, :_HEAD].view(PART_HEADER)[0].item()
         if kind not in _KINDS or count > self._dealing.capacity:
             raise WireError(
