@@ -23,7 +23,7 @@ from dgc.core.layout import Bucket
 from dgc.core.stripes import Stripes
 from dgc.errors import ConfigError, WireError
 
-BLOCK_ALIGNMENT = 8  # bytes; every block's length is a multiple of it
+BLOCK_ALIGNMENT = 8  # bytes; the length of every block is a multiple
 
 # Numbers for compressors and codecs that do not belong to this package.
 FREE_NUMBERS = range(128, 256)
@@ -352,7 +352,7 @@ class Float16Values(ValueCodec):
         block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
         largest = float(np.uint32(loops.largest_magnitude(values)).view(np.float32))
         finite = math.isfinite(largest)
-        # NaN and infinity stay. With them, the finite entries get the largest scale.
+        # NaN and infinity stay. If there are any, the finite entries get the largest scale.
         exponent = (math.frexp(largest)[1] - 15 if largest else 0) if finite else self.MAX_EXPONENT
         # A half that is rounded up to 2^15 would be read as 2^128, which is infinity.
         limit = 32752.0 if finite and exponent == self.MAX_EXPONENT else math.inf
@@ -452,8 +452,8 @@ class IntegerValues(_Quantized):
 class Int2Values(_Quantized):
     """Write 2 bits per entry: the sign, and which of its group's two magnitudes it has.
 
-    The two magnitudes are the mean of the magnitudes above the group's mean magnitude, and the mean of the others. So
-    the sum of a group's magnitudes does not change (in real numbers), nor does a single large entry.
+    Let m be the group's mean magnitude. One of the two is the mean of the magnitudes above m, the other the mean of the
+    rest. So the sum of a group's magnitudes does not change (in real numbers), nor does a single large entry.
     """
 
     id: int = ValueCodecId.INT2

@@ -29,7 +29,7 @@ from dgc.errors import LayoutError, WireError
 MAGIC = b"DGCm"
 VERSION = 1
 
-# The bytes of a header. Every field lies on a multiple of its own size.
+# The bytes of a header. The offset of every field is a multiple of the field's size.
 LAYOUT = np.dtype(
     [
         ("magic", "S4"),

@@ -46,7 +46,7 @@ _UPDATES = (
     "_internal_apply_gradients",
     "_clip_gradients",
 )
-# Packages whose SGD, and whose wrappers of it, do nothing else with gradients.
+# Packages whose optimizers are known not to change gradients before an SGD's update.
 _KNOWN_UPDATES = ("keras", "tf_keras", "tensorflow", "horovod", "dgc")
 
 # Options with which Keras' optimizers clip gradients or add them up, before momentum.

@@ -22,7 +22,7 @@ from dgc.core.collectives import (
 )
 from dgc.errors import TransportError
 
-GATHER_BYTES = 4 * 1024 * 1024  # a maximum of a large array gathers pieces of about this total
+GATHER_BYTES = 4 * 1024 * 1024  # a large array's maximum is computed in pieces, which all ranks gather to this size
 
 
 class LibraryTransport(Transport):

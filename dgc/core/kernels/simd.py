@@ -206,7 +206,7 @@ def count_bits(typing_context: Compiled, mask: Compiled) -> Compiled:
 def fetch_add(typing_context: Compiled, counters: Compiled, index: Compiled, amount: Compiled) -> Compiled:
     """Add ``amount`` to ``counters[index]``, int64, atomically; return the number before.
 
-    What a thread wrote before its call is visible to every thread whose later call sees the addition.
+    A thread whose later call sees this addition also sees everything that this thread wrote before.
     """
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:

@@ -25,7 +25,7 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-# Replace a process set's number: the optimizer uses all ranks, or this rank is not in the optimizer's process set.
+# Used in place of a process set's number: the optimizer uses all ranks; this rank is not in the optimizer's set.
 _ALL, _OUTSIDE = -1, -2
 
 
