@@ -1,7 +1,5 @@
 """What the contract tests share: every registered compressor, some with options, alone and in an exchange."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What the pages of docs/ show: a compressor, and lines to change. And the package's own names. For workers too."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

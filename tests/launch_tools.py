@@ -1,7 +1,5 @@
 """Start real multi-rank jobs from tests, and read back what each rank found."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
@@ -128,8 +126,9 @@ class CaseResults:
 
 
 def run_cases(np: int, script: Path, *args: Any, launcher: str = "mpirun", **options: Any) -> CaseResults:
-    """Run a worker full of cases; see the module's example. Never raises for a failed case, only ``check`` does."""
-    return results_of(run_mpi(np, script, *args, launcher=launcher, check=False, **options))
+    """Run the cases of a worker. Never raises for a failed case, only ``check`` does."""
+    runner = TESTS / "worker_tools.py"
+    return results_of(run_mpi(np, runner, script, *args, launcher=launcher, check=False, **options))
 
 
 def results_of(result: Result) -> CaseResults:

@@ -1,7 +1,5 @@
 """Paddle's DGCMomentum written down naively in NumPy, in Paddle's own form: all ranks in one loop, tensor by tensor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranks that live as long as the test session: the fixture ``ranks`` hands them cases and scripts."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import ctypes
@@ -287,7 +285,7 @@ def _end_with_parent() -> None:
 class Cases:
     """The cases of a worker on one number of ranks; each runs when a test asks for it."""
 
-    ranks: Ranks
+    ranks: "Ranks"
     worker: Path
     kind: Kind
     timeout: float

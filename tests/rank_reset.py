@@ -1,7 +1,5 @@
 """What one worker may leave behind on a living rank, and how the next one finds it as on a fresh rank."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

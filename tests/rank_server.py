@@ -1,13 +1,10 @@
 """What a rank runs that lives as long as the test session: it takes cases from ``rank_jobs`` until told to end."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
 import faulthandler
 import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -45,10 +42,7 @@ class Server:
         self._worker = None
         try:
             self._begin(path, [])
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            worker_tools.initialise_horovod()
+            worker_tools.load(path)
         except Exception:
             text = f"importing {path.name} failed\n{traceback.format_exc()}"
             worker_tools.report({"case": case, "outcome": "failed", "traceback": text})
@@ -60,6 +54,7 @@ class Server:
         server = sys.modules["__main__"]
         try:
             self._begin(path, args)
+            sys.path.insert(0, str(path.parent))
             # Under the name that a script has, also for pickle.
             module = sys.modules["__main__"] = types.ModuleType("__main__")
             module.__file__ = str(path)
@@ -76,7 +71,6 @@ class Server:
         self._beginning.restore(self._folder)
         self._folder = path.parent
         sys.argv = [str(path), *args]
-        sys.path.insert(0, str(path.parent))
 
 
 def _import_framework(name: str) -> None:

@@ -1,9 +1,8 @@
-"""What a worker script of a multi-rank test imports: who am I, report a value, run cases. See ``launch_tools``."""
-
-from __future__ import annotations
+"""What a worker of a multi-rank test imports; as a script, ``worker_tools.py FILE [CASE...]``, it runs the cases."""
 
 import faulthandler
 import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -54,6 +53,8 @@ def case(function: Callable[..., None] | str | None = None, *kinds: str, **param
     """Register a function as a case for each combination of the parameters' values, in the order of the file."""
     if not callable(function):
         return partial(case, **parameters)
+    if function.__module__ == "__main__":
+        sys.exit(f"this would run no case; call python tests/worker_tools.py {sys.argv[0]}")
     for name, arguments in combinations(function.__name__, parameters):
         _cases[name] = partial(function, **arguments)
     return function
@@ -71,13 +72,25 @@ def close_later(opened: Any) -> Any:
     return opened
 
 
-def run_cases() -> None:
-    """Run all cases, or those named on the command line, and report each one's outcome on this rank."""
-    initialise_horovod()
+def main() -> None:
+    """Run all cases of a worker, or those named after it, and report each one's outcome on this rank."""
+    path, *names = sys.argv[1:]
+    load(Path(path).resolve())
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    for name in [name for name in sys.argv[1:] if name in _cases] or list(_cases):
+    for name in names or list(_cases):
         run_case(name)
+
+
+def load(path: Path) -> None:
+    """Import a worker, which registers its cases, and initialise what it needs."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    initialise_horovod()
 
 
 def initialise_horovod() -> None:
@@ -126,3 +139,6 @@ def _plain(value: Any) -> Any:
 
 
 _dump_where_it_hangs()
+
+if __name__ == "__main__":
+    importlib.import_module("worker_tools").main()  # the module that workers import

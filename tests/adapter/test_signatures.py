@@ -1,6 +1,5 @@
 """The constructors of ``Compression``: what help shows, and what a type checker finds."""
 
-import inspect
 import os
 import subprocess
 import sys
@@ -10,20 +9,6 @@ import pytest
 from documented import shown
 
 import dgc
-from dgc.adapter import signatures
-
-
-def test_help_reads_like_a_plain_method():
-    assert str(inspect.signature(signatures.Constructors.topk)).endswith(
-        "**options: 'Unpack[EntryOptions]') -> 'Compressor'"
-    )
-    assert signatures.Constructors.topk.__doc__.startswith("Send the entries above a threshold")
-
-
-def test_dgc_has_few_options():
-    declared = inspect.signature(signatures.Constructors.dgc).parameters
-    assert len([p for p in declared.values() if p.kind is p.KEYWORD_ONLY]) <= 23
-
 
 # -- a type checker ----------------------------------------------------------------------------------------------------
 

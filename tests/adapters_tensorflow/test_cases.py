@@ -7,15 +7,20 @@ from rank_jobs import CARRIERS, KERAS, SIZES, each_case
 
 WORKERS = Path(__file__).parent / "workers"
 
-test_laws = each_case(
-    WORKERS / "laws_cases.py",
+test_dense_equality = each_case(
+    WORKERS / "dense_equality_cases.py",
     {**KERAS, "4ranks": SIZES["4ranks"], "gloo": CARRIERS["gloo"]},
     beyond=["nodes_that_send_as_one_equal_dense_and_stay_alike"],
 )
 test_tape = each_case(WORKERS / "tape_cases.py")
 test_first_moment = each_case(WORKERS / "first_moment_cases.py")
 test_fit = each_case(WORKERS / "fit_cases.py", KERAS)
-test_habits = each_case(WORKERS / "habits_cases.py", KERAS)
+test_own_updates = each_case(WORKERS / "own_updates_cases.py", KERAS)
+test_changing_options = each_case(WORKERS / "changing_options_cases.py", KERAS)
+test_accumulation = each_case(WORKERS / "accumulation_cases.py", KERAS)
+test_two_exchanges = each_case(WORKERS / "two_exchanges_cases.py", KERAS)
+test_broadcast = each_case(WORKERS / "broadcast_cases.py", KERAS)
+test_rank_differences = each_case(WORKERS / "rank_differences_cases.py", KERAS)
 test_frozen = each_case(WORKERS / "frozen_cases.py", KERAS)
 test_renamed = each_case(
     WORKERS / "renamed_cases.py",
@@ -27,13 +32,12 @@ test_checkpoint = each_case(
 )
 test_restored = each_case(WORKERS / "restored_cases.py", KERAS)
 test_binding = each_case(WORKERS / "binding_cases.py", KERAS)
-test_bad_input = each_case(WORKERS / "bad_input_cases.py", KERAS)
+test_wrong_arguments = each_case(WORKERS / "wrong_arguments_cases.py", KERAS)
 test_wrappers = each_case(WORKERS / "wrappers_cases.py", KERAS)
 test_sparse_gradients = each_case(WORKERS / "sparse_gradients_cases.py", KERAS)
 test_mixed_precision = each_case(WORKERS / "mixed_precision_cases.py", KERAS)
 test_momentum = each_case(WORKERS / "momentum_cases.py", KERAS)
 test_clipping = each_case(WORKERS / "clipping_cases.py", KERAS)
 test_compressors = each_case(WORKERS / "compressor_cases.py", more=own_names())
-test_same_core = each_case(WORKERS / "same_core_cases.py")
 test_process_sets = each_case(WORKERS / "process_sets_cases.py", {"3ranks": {"n": 3}})
 test_join = each_case(WORKERS / "join_cases.py", {**SIZES, "legacy": KERAS["legacy"], "gloo": CARRIERS["gloo"]})

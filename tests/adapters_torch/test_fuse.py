@@ -1,7 +1,5 @@
 """A fused step leaves exactly what a plain step leaves, with few kernel calls."""
 
-from __future__ import annotations
-
 import copy
 import random
 from pathlib import Path

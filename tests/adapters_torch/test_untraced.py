@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-import types
 
 import torch
 import torch._dynamo
 from torch._C._dynamo import eval_frame
 
-from dgc.torch.untraced import leave_hooks_untraced, untraced
+from dgc.torch.untraced import untraced
 
 
 def test_importing_imports_no_compiler():
@@ -32,27 +31,3 @@ def test_torch_without_marks_on_code(monkeypatch):
 
     assert doubled(2) == 4
     assert torch.compile(lambda x: doubled(x) + 1, backend="eager")(torch.ones(1)).item() == 3.0
-
-
-def test_hooks_of_horovods_optimizers_are_untraced(monkeypatch):
-    class Optimizer:
-        def _make_hook(self, p):
-            def hook(*ignored):
-                seen.append((p, torch.compiler.is_compiling()))
-
-            return hook
-
-    seen = []
-    module = types.ModuleType("horovod.torch.optimizer")
-    module._DistributedOptimizer = Optimizer
-    for name, stand_in in (("horovod.torch", types.SimpleNamespace(optimizer=module)), (module.__name__, module)):
-        monkeypatch.setitem(sys.modules, name, stand_in)
-    leave_hooks_untraced()
-    made = Optimizer._make_hook
-    leave_hooks_untraced()
-    assert Optimizer._make_hook is made
-    x = torch.ones(3, requires_grad=True)
-    accumulator = x.expand_as(x).grad_fn.next_functions[0][0]  # as Horovod registers them
-    accumulator.register_hook(Optimizer()._make_hook("p"))
-    torch.compile(lambda: (x * 2).sum().backward(), backend="eager")()
-    assert seen == [("p", False)]

@@ -1,7 +1,5 @@
 """What cases under torchrun share; this initialises torch.distributed, and blocks imports of Horovod and mpi4py."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import re

@@ -18,7 +18,6 @@ from contract_tools import (
     specs,
     train,
 )
-from documented import documented_compressor
 from exchange_tools import run_step, same_results
 
 from dgc.core.compressors import compressor_names, make_config
@@ -395,13 +394,6 @@ def test_topk_with_momentum_correction_and_masking_is_dgc():
     ours = train(2, 5, Case("topk", options))
     dgc = train(2, 5, Case("dgc", options))
     same_results(ours[0][0], dgc[0][0])
-
-
-def test_the_documented_compressor_is_complete_in_about_forty_lines():
-    code, name = documented_compressor()
-    assert len(code.splitlines()) <= 50
-    assert Case(name) in CASES
-    assert name in compressor_names()
 
 
 @with_feedback

@@ -1,7 +1,5 @@
 """What others may add: a codec, a kernel backend, a transport. Each is written here as its author would write it."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

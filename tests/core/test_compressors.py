@@ -1,7 +1,5 @@
 """Compressors by name, from options to a config, and the bytes that they write."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Options: what is refused and what a refusal says; the schedule, and how many entries that is."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The bytes of version 1 never change: files hold them, and the document shows one of them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

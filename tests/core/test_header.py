@@ -1,7 +1,5 @@
 """The 64 bytes of a header: written and read back, and every way in which they can be wrong is named."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Index codecs: what is written comes back, within the reserve; what is damaged is refused, never misread."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

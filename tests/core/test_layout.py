@@ -1,7 +1,5 @@
 """Buckets and segments: every parameter has a place of its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from model_shapes import resnet50_shapes

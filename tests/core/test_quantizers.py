@@ -1,7 +1,5 @@
 """Compressors of few bits, and their loops, against the papers' formulas, written down once more and naively."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from contract_tools import Alone, Case, gradients, train

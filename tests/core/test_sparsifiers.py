@@ -1,7 +1,5 @@
 """Sparsifying compressors against their papers' formulas, written down once more and naively."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from contract_tools import Alone, Case, gradients, make_exchange, train

@@ -1,7 +1,5 @@
 """u, v and the step: saved, loaded, resized; states that are none, damaged, or of no moment between two steps."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Stripes: every position has one owner, and an owner's places are its positions in their order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Value codecs: the error bound of each, finite stays finite, and the sender knows what receivers read."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,14 +1,11 @@
 """``tools/run_tests.py`` runs every test: in its folders, and either once or in the matrix."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-WITH_A_MATRIX = "tests/transport/test_mpi.py"
 
 
 @pytest.fixture
@@ -38,16 +35,3 @@ def test_every_test_file_is_in_one_lane(run_tests):
     assert others
     assert collected(run_tests, "--once") == tests
     assert collected(run_tests, "--all") == sorted(tests + others)
-
-
-def test_once_and_beyond_are_all(run_tests):
-    def selected(option):
-        marked = ["-m", run_tests.SELECTIONS[option]]
-        command = [sys.executable, "-m", "pytest", WITH_A_MATRIX, *marked, "--collect-only", "-q"]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=600)
-        return [line for line in done.stdout.splitlines() if "::" in line]
-
-    once, beyond, everything = map(selected, ("--once", "--beyond", "--all"))
-    assert once
-    assert beyond
-    assert sorted(once + beyond) == sorted(everything)

@@ -3,8 +3,6 @@
 Run it only when the format changes on purpose, together with a new version of the format.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 (see docs/wire-format.md, "Versions"): other hosts may run the old release.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.mpi
 
 CASES = """
 import os, subprocess, sys, time
-from worker_tools import SkipCase, case, launch_rank, report, run_cases
+from worker_tools import SkipCase, case, launch_rank, report
 
 @case
 def passes():
@@ -32,8 +32,6 @@ def hangs_on_rank_0():
 @case
 def comes_too_late():
     pass
-
-run_cases()
 """
 
 
@@ -58,12 +56,12 @@ def test_cases_are_told_apart_and_a_hanging_job_is_killed_with_all_it_started(tm
 
 
 @pytest.mark.parametrize(
-    ("source", "match"),
+    ("source", "timeout", "match"),
     [
-        ("import time; time.sleep(60)\n", "timed out after"),
-        ("import sys; sys.exit('it gives up')\n", r"returned 1 (.|\n)*it gives up"),
+        ("import time; time.sleep(60)\n", 2, "timed out after"),
+        ("import sys; sys.exit('it gives up')\n", 300, r"returned 1 (.|\n)*it gives up"),
     ],
 )
-def test_a_job_that_fails_is_an_error_with_what_it_wrote(source, match):
+def test_a_job_that_fails_is_an_error_with_what_it_wrote(source, timeout, match):
     with pytest.raises(LaunchError, match=match):
-        run_mpi(1, source, launcher="single", timeout=10)
+        run_mpi(1, source, launcher="single", timeout=timeout)

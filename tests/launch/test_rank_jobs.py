@@ -167,7 +167,7 @@ def test_a_worker_finds_nothing_of_the_one_before(own, tmp_path):
 
 def test_a_worker_that_declares_it_gets_ranks_of_its_own(own, worker):
     living = values(own, worker, "passes")
-    worker.write_text(f"{CASES}\nFRESH = 'ends a rank'\nfrom worker_tools import run_cases\nrun_cases()\n")
+    worker.write_text(f"{CASES}\nFRESH = 'ends a rank'\n")
     cases = own(worker, 2)
     cases.args = ("passes",)
     cases.check("passes")

@@ -1,7 +1,5 @@
 """A transport among nodes, on ranks that are threads."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

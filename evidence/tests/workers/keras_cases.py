@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import horovod.tensorflow as hvd
-from worker_tools import case, run_cases
+from worker_tools import case
 
 from evidence.applications import application_class
 from evidence.trainers.base import Task
@@ -47,7 +47,3 @@ def a_training_goes_on_bit_for_bit_from_its_first_checkpoint():
         hvd.allgather_object(0, name="meet")
         if hvd.rank() == 0:
             shutil.rmtree(base, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    run_cases()

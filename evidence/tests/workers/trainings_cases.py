@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import horovod.torch as hvd
-from worker_tools import case, run_cases
+from worker_tools import case
 
 from evidence import rank
 from evidence.applications import application_class
@@ -105,7 +105,3 @@ def the_authors_variant_trains_with_a_decay_of_its_own():
 def members_of_the_family_keep_momentum_and_clipping_in_the_optimizer():
     result = trained("language", "terngrad", folder())
     assert math.isfinite(result["final"]["perplexity"])
-
-
-if __name__ == "__main__":
-    run_cases()

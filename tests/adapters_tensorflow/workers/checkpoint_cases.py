@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -258,7 +258,3 @@ def what_is_no_state_and_what_is_half_a_step_are_refused():
     on_every_rank(compression.state_dict, "after a step that failed", "reset()")
     compression.reset()
     assert compression.state_dict()["step"] == 0
-
-
-if __name__ == "__main__":
-    run_cases()

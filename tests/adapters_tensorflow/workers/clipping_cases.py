@@ -1,10 +1,12 @@
 """Keras clips what it is handed: with a momentum in the compressor that would be a velocity, not a gradient."""
 
+import warnings
+
 import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -93,5 +95,46 @@ def thresholds_of_any_type_count():
     dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(momentum=0.9))
 
 
-if __name__ == "__main__":
-    run_cases()
+@case
+def clipping_in_the_optimizer_equals_dense():
+    plain = m.values(m.fitted(keras.optimizers.SGD(m.short_schedule(), momentum=0.9)))
+    for (name, value), nesterov, graph in zip(
+        CLIPPING.items(), (False, True, False), (True, False, False), strict=True
+    ):
+        options = {"momentum": 0.9, "nesterov": nesterov, name: value}
+        dense = m.values(m.fitted(keras.optimizers.SGD(m.short_schedule(), **options)))
+        assert any(abs(a - b).max() > 1e-2 for a, b in zip(dense, plain, strict=True)), "nothing was clipped"
+        compression = dgc.Compression.dgc(**m.SPARSITY_0)
+        model = m.fitted(keras.optimizers.SGD(m.short_schedule(), **options), compression, graph=graph)
+        m.assert_close(m.values(model), dense, 1e-5)
+        assert compression.stats.steps == 6
+
+
+@case
+def clipping_keeps_replicas_alike_and_is_said_once_on_rank_0():
+    for clip, value in CLIPPING.items():
+        with m.warned("momentum stays in the optimizer") as said:
+            compression = dgc.Compression.dgc(**m.SPARSE)
+            model = m.fitted(keras.optimizers.SGD(0.05, momentum=0.9, **{clip: value}), compression)
+        m.assert_replicas(m.values(model))
+        assert compression.stats.total.density < 0.012
+        assert len(said) == (hvd.rank() == 0), said
+        assert all(clip in text for text in said)
+
+
+@case
+def clipping_without_momentum_in_the_optimizer_says_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = m.eager(keras.optimizers.SGD(0.05, clipnorm=0.05), dgc.Compression.dgc(**m.SPARSE))
+        m.eager(keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.05), dgc.Compression.dgc(momentum=0))
+    m.fit(model, 3)
+
+
+@case
+def clipping_of_a_velocity_is_refused():
+    """One that the compressor has adopted; that of a momentum of its own is in clipping_cases.py."""
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
+    model = m.fitted(inner, dgc.Compression.dgc(**m.SPARSE), steps=2)
+    inner.clipnorm = 0.5
+    m.assert_raises(lambda: m.fit(model, 2), "clipnorm=0.5", "would act on the velocity")

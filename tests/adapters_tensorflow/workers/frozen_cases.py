@@ -4,7 +4,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -146,7 +146,3 @@ def a_layer_that_one_rank_alone_freezes_is_an_error_on_all():
         m.assert_raises(lambda: go(STEPS), "frozen variables")  # noqa: B023
         for a, b in zip(before, model.get_weights(), strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-if __name__ == "__main__":
-    run_cases()

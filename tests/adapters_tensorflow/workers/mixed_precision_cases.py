@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -105,7 +105,3 @@ def an_outer_loss_scale_optimizer_is_an_error():
     m.assert_raises(
         lambda: model.compile(optimizer=optimizer, loss=m.loss_function), "one rank's overflow would hang the job"
     )
-
-
-if __name__ == "__main__":
-    run_cases()

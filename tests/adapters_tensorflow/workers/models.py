@@ -1,7 +1,5 @@
 """Models, data and short training runs that the TensorFlow worker cases share, all seeded by step and rank."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import warnings
@@ -81,6 +79,10 @@ def schedule():
     return keras.optimizers.schedules.PiecewiseConstantDecay([6, 12], [0.05, 0.01, 0.08])
 
 
+def short_schedule():
+    return keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.05, 0.01, 0.08])
+
+
 def raw(variables):
     return [getattr(v, "_value", v) for v in variables]
 
@@ -154,6 +156,17 @@ def compiled(inner, model=None, *, wrapped=True, compression=None, process_set=N
     given = {"compression": compression, "process_set": process_set, "op": op}
     optimizer = dgck.DistributedOptimizer(inner, **given) if wrapped else inner
     model.compile(optimizer=optimizer, loss=loss_function, **options)
+    return model
+
+
+def eager(inner, compression=None, *, wrapped=True, graph=False):
+    """Eager unless ``graph``: so short a training takes less time than building its graph."""
+    return compiled(inner, wrapped=wrapped, compression=compression, run_eagerly=not graph)
+
+
+def fitted(inner, compression=None, *, steps=6, rank=None, wrapped=True, graph=False):
+    model = eager(inner, compression, wrapped=wrapped, graph=graph)
+    fit(model, steps, rank=rank)
     return model
 
 

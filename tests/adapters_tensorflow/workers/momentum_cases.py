@@ -10,7 +10,7 @@ import momentum_models as mm
 import numpy as np
 import tensorflow as tf
 from momentum_models import SHAPES, make, make_variables, oracle_of, oracle_train, train, train_in_graph
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 from dgc.core.state_file import load_state, save_state
@@ -49,27 +49,6 @@ def equals_paddle_from_before_the_rampup_to_its_end():
         for i in range(2):
             np.testing.assert_allclose(parameters[f"w{i}"]["v"], oracle.v[hvd.rank()][i], atol=2e-5)
         optimizer.close()
-
-
-def compressed(own, **options):
-    optimizer = make(**options)
-    train(optimizer, own, 2)
-    names = {name for name, entry in optimizer.state_dict()["parameters"].items() if "v" in entry}
-    optimizer.close()
-    return {i for i, v in enumerate(own) if v.name.split(":")[0] in names}
-
-
-@case
-def eligibility():
-    """At least 16384 elements of float32, whatever the number of dimensions; or what the options say."""
-    assert compressed(make_variables()) == {0, 1}
-    assert compressed(make_variables(), min_numel=30) == {0, 1, 2, 3, 4}
-    assert compressed(make_variables(), min_numel=10**6) == set()
-    assert compressed(make_variables(), exclude="w1") == {0}
-    for dtype in (tf.float16, tf.bfloat16, tf.float64):
-        assert compressed(make_variables(dtype=dtype)) == set(), dtype
-        found = compressed(make_variables(dtype=dtype), dtypes=["float32", dtype.name])
-        assert found == (set() if dtype is tf.float64 else {0, 1}), dtype  # which is always sent dense
 
 
 @case
@@ -128,25 +107,6 @@ def variables_with_arguments_of_their_own_have_an_optimizer_of_their_own():
 
 
 @case
-def learning_rates_act_at_once():
-    """Paddle's velocity is free of the learning rate, Keras' is not."""
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.05, 0.02])
-    own, second = make_variables(), make_variables()
-    by_schedule, by_hand = (make(learning_rate=r, rampup_begin_step=2, sparsity=[0.9]) for r in (schedule, 0.1))
-    oracle = oracle_of(own, begin=2, sparsity=(0.9,))
-    for step in range(6):
-        oracle.lr = 0.1 if step < 2 else 0.05 if step < 4 else 0.02
-        by_hand.learning_rate = oracle.lr
-        train(by_schedule, own, 1, step)
-        train(by_hand, second, 1, step)
-        oracle_train(oracle, own, 1, step)
-    mm.assert_close(own, oracle)
-    mm.assert_close(second, oracle)
-    by_schedule.close()
-    by_hand.close()
-
-
-@case
 def resume_continues_bit_for_bit():
     for (nesterov, first), folder in itertools.product(
         itertools.product((False, True), (2, 5)), [Path(tempfile.mkdtemp())]
@@ -177,37 +137,6 @@ def resume_continues_bit_for_bit():
             assert int(resumed.iterations) == first + 5
             resumed.close()
         optimizer.close()
-
-
-@case
-def states_that_do_not_fit_are_refused():
-    own = make_variables()
-    optimizer = make()
-    train(optimizer, own, 1)
-    state = optimizer.state_dict()
-
-    def changed(**entry):
-        return {**state, "parameters": {**state["parameters"], "w0": {**state["parameters"]["w0"], **entry}}}
-
-    bad = [
-        (AssertionError, "has no 'step'", {k: v for k, v in state.items() if k != "step"}),
-        (AssertionError, "belongs to rank", {**state, "rank": hvd.rank() + 1}),
-        (AssertionError, "one of 9 ranks", {**state, "size": 9}),
-        (
-            AssertionError,
-            "without its variables",
-            {**state, "parameters": {n: e for n, e in state["parameters"].items() if n != "w0"}},
-        ),
-        (AssertionError, "w0", changed(u=np.zeros(3, "f"))),
-        (AssertionError, "w0", changed(u="x")),
-        (AssertionError, "resize=True", [state]),
-    ]
-    for error, text, value in bad:
-        raised = mm.raises(error, text, lambda: optimizer.load_state_dict(value))  # noqa: B023
-        assert isinstance(raised, dgc.LayoutError)
-    optimizer.load_state_dict(state)
-    train(optimizer, own, 1, 1)
-    optimizer.close()
 
 
 @case
@@ -299,7 +228,3 @@ def ranks_that_disagree_all_get_an_error():
     train(optimizer, variables, 2)
     optimizer.learning_rate = 0.1 / (2 + rank)
     mm.raises(dgc.ConfigError, "disagree in step 2 about the learning rate", lambda: train(optimizer, variables, 1))
-
-
-if __name__ == "__main__":
-    run_cases()

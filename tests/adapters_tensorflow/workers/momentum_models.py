@@ -1,7 +1,5 @@
 """Variables, gradients and short runs that the DGCMomentum worker cases share."""
 
-from __future__ import annotations
-
 import horovod.tensorflow as hvd
 import models  # noqa: F401  (initialises Horovod and one thread for each rank)
 import numpy as np
@@ -11,7 +9,6 @@ from paddle_oracle import PaddleOracle
 import dgc.tensorflow as dgc
 
 SHAPES = [(16, 1024), (16384,), (127, 129), (64, 3), (30,)]  # the third has 16383 elements
-COMPRESSED = 2 * 16384
 
 
 def make_variables(shapes=None, dtype=tf.float32):

@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -87,7 +87,3 @@ def stock_horovod_over_another_process_set():
         assert len(step(process_set=members)) == len(variables)
         compression.close()
     hvd.allreduce(tf.zeros(1), name="barrier")
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -3,7 +3,7 @@
 import horovod.tensorflow as hvd
 import models as m
 import numpy as np
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -128,7 +128,3 @@ def a_pattern_that_fits_nothing_is_told_once_however_often_the_model_is_loaded()
             model = m.reloaded(model)
             m.fit(model, 1, step)
     assert len(told) == (hvd.rank() == 0), told
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 
@@ -190,7 +190,3 @@ def what_is_loaded_in_mid_training_counts_after_a_reset():
         tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path)
         model.optimizer.compression.reset()
         assert_goes_on_as(reference, model)
-
-
-if __name__ == "__main__":
-    run_cases()

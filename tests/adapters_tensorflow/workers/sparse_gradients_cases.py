@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -176,7 +176,3 @@ def a_users_own_attributes_are_not_horovods():
         (gradient,) = (tf.function(script.step) if graph else script.step)()
         np.testing.assert_allclose(np.asarray(gradient), 1.0)
         assert script.compression.adoption.momentum == 0.9
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -8,7 +8,7 @@ import models as m
 import numpy as np
 import tensorflow as tf
 from documented import shown
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 
@@ -140,7 +140,3 @@ def the_documented_loops():
     for _ in range(5):
         exec(textwrap.dedent(loop), names)
     m.assert_replicas(m.values(names["model"]))
-
-
-if __name__ == "__main__":
-    run_cases()

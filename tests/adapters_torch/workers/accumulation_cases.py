@@ -1,10 +1,8 @@
 """On 2 real ranks: gradients of several backward passes are added up before they are exchanged."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 from models import EXACT, dense_backward, loss_of, make_model, sgd, train, worst_difference, wrap
-from worker_tools import case, run_cases
+from worker_tools import case
 
 
 @case(way="ab")
@@ -44,7 +42,3 @@ def backward_passes_per_step_may_be_set_as_an_attribute():
             optimizer.step()
         models.append(model)
     assert worst_difference(*models) <= 1e-5
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """Horovod's ``broadcast_optimizer_state()``, which steps the optimizer of a rank that has no state."""
 
-from __future__ import annotations
-
 import copy
 
 import horovod.torch as hvd
@@ -17,7 +15,7 @@ from models import (
     train,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -105,7 +103,3 @@ def replicas_that_differ_by_one_bit_are_refused_before_the_first_update(way):
     wrong = "'left.weight' has other values on rank 1 than on rank 0"
     on_every_rank(dgc.ConfigError, wrong, lambda: train(optimizer, model, 1))
     assert torch.equal(flat(model), before)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """On 2 real ranks: gradients that a script changes before or while they are exchanged."""
 
-from __future__ import annotations
-
 import time
 
 import horovod.torch as hvd
@@ -18,7 +16,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -117,7 +115,3 @@ def a_hook_that_changes_gradients_after_the_wrapping_is_an_error():
     model.left.weight.register_post_accumulate_grad_hook(halve)
     loss_of(model, 0).backward()
     on_every_rank(dgc.LayoutError, "register a hook", optimizer.step)
-
-
-if __name__ == "__main__":
-    run_cases()

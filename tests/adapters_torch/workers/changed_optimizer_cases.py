@@ -1,11 +1,9 @@
 """Another optimizer than the one that was bound to DDP's hook steps the model, under torchrun."""
 
-from __future__ import annotations
-
 import torch
 from adapters_torch.torchrun_tools import EXACT, assert_close, digest, loss_of, make_model, on_every_rank
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, close_later, run_cases
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
 
@@ -88,7 +86,3 @@ def inside_the_step_of_the_bound_one_is_a_part_of_it():
         return model
 
     assert_close(trained(True), trained(False))
-
-
-if __name__ == "__main__":
-    run_cases()

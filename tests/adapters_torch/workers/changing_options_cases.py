@@ -1,7 +1,5 @@
 """On 2 real ranks: momentum, Nesterov and decay that change in mid-training, by hand or by a schedule."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import torch
 from models import (
@@ -20,7 +18,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -129,7 +127,3 @@ def learning_rates_that_differ_from_the_beginning_are_an_error(way):
     optimizer, _ = wrap(way, model, sgd(model, lr=torch.tensor(0.1 + hvd.rank())))
     match = "disagree in step 0 about the learning rate"
     on_every_rank(dgc.ConfigError, match, lambda: train(optimizer, model, 1))
-
-
-if __name__ == "__main__":
-    run_cases()

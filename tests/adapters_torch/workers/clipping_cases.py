@@ -1,10 +1,8 @@
 """On 2 real ranks: ``clip_grad_norm_()`` between ``synchronize()`` and ``step()``."""
 
-from __future__ import annotations
-
 import torch
 from models import EXACT, run_steps, sgd, worst_difference
-from worker_tools import case, run_cases
+from worker_tools import case
 
 OPTIMIZERS = {
     "SGD": (lambda m: sgd(m, momentum=0.0), 1e-5),
@@ -30,7 +28,3 @@ def a_limit_that_is_not_reached_equals_dense_training_with_momentum(way):
     expected, _ = run_steps("dense", sgd, "clip", **options)
     model, _ = run_steps(way, sgd, "clip", **options, **EXACT)
     assert worst_difference(model, expected) <= 1e-5
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,17 +1,14 @@
 """What ``compression.close()`` leaves behind, with dgc's optimizer and with DDP's hook, under torchrun."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
-from adapters_torch.torchrun_tools import digest, loss_of, make_model, on_every_rank
+from adapters_torch.torchrun_tools import digest, loss_of, on_every_rank
+from ddp_tools import Run
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, close_later, run_cases
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
-
-FRONTS = {"dgc": "dgc's optimizer", "hook": "DDP's hook"}
 
 
 def sgd(model):
@@ -27,23 +24,14 @@ def train(model, optimizer, steps):
 
 def closed(front):
     """The module, what was trained, and its optimizer, after three steps and ``close()`` in the middle of a fourth."""
-    module = make_model()
-    optimizer, compression = sgd(module), dgc.Compression.dgc(sparsity=0.9)
-    if front == "hook":
-        model = DistributedDataParallel(module)
-        dgc.ddp.register(model, optimizer, compression)
-    else:
-        model = module
-        optimizer = dgc.DistributedOptimizer(optimizer, module.named_parameters(), compression=compression)
-    train(model, optimizer, range(3))
-    optimizer.zero_grad()
-    loss_of(model, 3).backward()
-    compression.close()
-    optimizer.zero_grad()
-    return module, model, optimizer
+    run = Run(front, sgd, sparsity=0.9).train(range(3))
+    run.backward(3)
+    run.compression.close()
+    run.optimizer.zero_grad()
+    return run.module, run.model, run.optimizer
 
 
-@case(front=FRONTS, then=("alone", "in DDP"))
+@case(front=("dgc", "hook"), then=("alone", "in DDP"))
 def the_model_trains_as_one_that_was_never_compressed(front, then):
     module, _, _ = closed(front)
     never = copy.deepcopy(module)
@@ -52,7 +40,7 @@ def the_model_trains_as_one_that_was_never_compressed(front, then):
     assert digest(module) == digest(never)
 
 
-@case(front=FRONTS)
+@case(front=("dgc", "hook"))
 def another_compressor_may_follow(front):
     module, _, _ = closed(front)
     compression = close_later(dgc.Compression.dgc(sparsity=0.9))
@@ -79,7 +67,3 @@ def gradients_that_nobody_averages_are_an_error():
     module, ddp, _ = closed("hook")
     on_every_rank(dgc.TransportError, "was closed", lambda: loss_of(ddp, 4).backward())
     assert digest(module) == before
-
-
-if __name__ == "__main__":
-    run_cases()

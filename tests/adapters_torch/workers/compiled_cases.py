@@ -1,12 +1,10 @@
 """Steps within ``torch.compile``, on 2 real ranks: the same bits as without it, for all that exchange gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from models import assert_replicas_identical, batch, flat, sgd, wrap
 from torch import nn
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 from dgc.torch.untraced import untraced
@@ -188,7 +186,3 @@ def what_is_untraced_runs_as_it_is():
     doubled = torch.compile(lambda values: copied(values * 2) + 1, backend="eager")
     assert doubled(torch.ones(2)).tolist() == [3.0, 3.0]
     assert seen == [False]
-
-
-if __name__ == "__main__":
-    run_cases()

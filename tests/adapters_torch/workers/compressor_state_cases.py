@@ -1,7 +1,5 @@
 """A compressor's state before and after it is bound to a model, on 2 real ranks."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -9,7 +7,7 @@ import pickle
 import horovod.torch as hvd
 import torch
 from models import flat, make_model, on_every_rank, raises, sgd, train, wrap
-from worker_tools import case, close_later, run_cases
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
 
@@ -84,7 +82,3 @@ def a_compressor_can_be_copied_until_it_is_bound(how):
     if how != "given":
         match = r"load_state_dict\(compression.state_dict"
         raises(TypeError, match, functools.partial(COPIES[how], compression))
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """DDP's communication hook on 2 real ranks under torchrun; Horovod and mpi4py cannot be imported."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys
@@ -28,7 +26,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, close_later, run_cases
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
 
@@ -129,14 +127,14 @@ def loops_equal_ddp_at_sparsity_0(view, loop):
 
 
 @case
-def replicas_are_identical_after_200_sparse_steps():
+def replicas_are_identical_after_60_sparse_steps():
     model, optimizer, state = hooked(make_model(width=256), options={"sparsity": 0.99}, bucket_cap_mb=0.1)
     before = loss_of(model, 999).item()
-    train(model, optimizer, 200)
+    train(model, optimizer, 60)
     assert_identical(model)
     assert loss_of(model, 999).item() < before
     stats = state.compression.stats
-    assert stats.steps == 200
+    assert stats.steps == 60
     assert stats.last.bytes_sent < 0.1 * stats.last.dense_bytes
 
 
@@ -518,7 +516,3 @@ def an_error_of_one_rank_is_raised_on_all():
     dgc.ddp.register(model, optimizer, dgc.Compression.dgc(sparsity=0.9))
     train(model, optimizer, 2)
     assert_identical(model)
-
-
-if __name__ == "__main__":
-    run_cases()

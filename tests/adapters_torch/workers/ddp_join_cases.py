@@ -1,7 +1,5 @@
 """``Join`` with DDP's communication hook, under torchrun: ranks with different numbers of batches."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
@@ -9,7 +7,7 @@ import torch.distributed as dist
 from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, loss_of, make_model, on_every_rank
 from ddp_tools import LEFT, dense, hooked, train
 from torch.distributed.algorithms.join import Join
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -77,7 +75,3 @@ def wrong_arguments_of_join():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     model, _, state = hooked(make_model(), options={"loss_scale": scaler})
     on_every_rank(dgc.ConfigError, r"Join\(\[model\]\) alone", lambda: Join([model, state]))
-
-
-if __name__ == "__main__":
-    run_cases()

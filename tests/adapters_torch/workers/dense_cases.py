@@ -1,7 +1,5 @@
 """dgc's optimizer without a compressor under torch.distributed: the dense baseline; Horovod cannot be imported."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -23,7 +21,7 @@ from adapters_torch.torchrun_tools import (
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -288,7 +286,3 @@ def another_wrapping_ends_the_first():
     train(third, model, 2)
     on_every_rank(dgc.ConfigError, "was wrapped since", second.step)
     third.compression.close()
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """On real ranks: where everything is sent, or nothing is compressed yet, training equals dense SGD."""
 
-from __future__ import annotations
-
 import itertools
 
 import horovod.torch as hvd
@@ -17,7 +15,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 
 def dense_equality(way, bound, **options):
@@ -120,7 +118,3 @@ def two_models_that_train_each_other(way):
         return torch.nn.ModuleList([maker, judge])
 
     assert worst_difference(gan(lambda m: wrap(way, m, sgd(m), **EXACT)[0]), gan(sgd)) <= 1e-5
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,11 +1,9 @@
 """Training on the tensors of GPUs, against the same training on the CPU."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import torch
 from adapters_torch.workers.models import assert_replicas_identical, batch, make_model, wrap
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -131,7 +129,3 @@ def sharded_optimizers():
 @case
 def paddles_optimizer():
     both(paddle)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,14 +1,12 @@
 """What dgc.torch.elastic.TorchState takes along from one group of ranks to the next, on ranks that all stay."""
 
-from __future__ import annotations
-
 import warnings
 
 import horovod.torch as hvd
 import torch
 from adapters_torch.workers.models import flat, make_model, train
 from adapters_torch.workers.tensors import unpickling_is_an_error
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 from dgc.torch.elastic import TorchState
@@ -92,7 +90,3 @@ def ranks_take_the_options_and_parameters_of_rank_0(name):
     assert {key: group[key] for key in own} == {"lr": 0.1, **DECAYS[name]}
     assert ("weight_decay" in group) == bool(DECAYS[name])
     assert torch.equal(flat(model), flat(make_model()))
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -3,8 +3,6 @@
 Arguments: a folder with the file of hosts, the number of ranks, and how one is lost: "killed" or "discovery".
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,13 +1,11 @@
 """A step that an error or an exception ends, on 2 real ranks: all ranks hear of it, and go on after a reset."""
 
-from __future__ import annotations
-
 import contextlib
 
 import horovod.torch as hvd
 import torch
 from models import assert_replicas_identical, flat, loss_of, make_model, on_every_rank, sgd, train, wrap
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -79,7 +77,3 @@ def after_an_exception_between_backward_and_step_horovods_optimizer_goes_on_on_a
         assert_replicas_identical(model)
     else:
         assert "cannot take back" in outcomes[0], outcomes
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """On real ranks: Adam's first moment is the compressor's from the first selection on, and Adam's own before it."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -19,7 +17,7 @@ from models import (
     wrap,
 )
 from torch import nn
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 from dgc.core.config import ADAPTIVE_FLOOR
@@ -393,7 +391,3 @@ def sharded_updates_take_the_moment_too():
                 if "v" in u.get(name, {}):
                     expected = limited(u[name]["u"].view_as(p) * (1 - 0.9**10), saved[i]["exp_avg_sq"])
                     torch.testing.assert_close(saved[i]["exp_avg"], expected, rtol=1e-5, atol=1e-8)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """On real ranks: layers that are frozen, unfrozen or unused, on all ranks or on some."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import torch
 from models import (
@@ -18,7 +16,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -95,7 +93,3 @@ def a_layer_that_was_frozen_at_the_wrapping_cannot_be_unfrozen(way):
     model.frozen.requires_grad_(True)
     match = "build a new optimizer and wrap it after adding or unfreezing"
     on_every_rank(dgc.LayoutError, match, lambda: train(optimizer, model, 1))
-
-
-if __name__ == "__main__":
-    run_cases()

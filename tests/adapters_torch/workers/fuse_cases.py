@@ -6,7 +6,7 @@ import horovod.torch as hvd
 import torch
 from adapters_torch.workers.tensors import assert_replicas_identical, raises
 from torch import nn
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 from dgc.errors import ConfigError
@@ -153,7 +153,3 @@ def adasum_is_refused():
     adasum = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters(), op=hvd.Adasum)
     raises(ConfigError, "Adasum", lambda: fuse_optimizer(adasum))
     assert not is_fused_optimizer(adasum)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """On 2 real ranks: gradients of every type and in every kind of memory, sparse ones, and those of tied weights."""
 
-from __future__ import annotations
-
 import copy
 
 import horovod.torch as hvd
@@ -19,7 +17,7 @@ from models import (
     wrap,
 )
 from torch import nn
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -218,7 +216,3 @@ def sparse_as_dense_of_horovods_own_optimizer_is_refused():
     model = make_model()
     optimizer, _ = wrap("a", model, sgd(model), hvd_options={"sparse_as_dense": True})
     on_every_rank(dgc.ConfigError, "sparse_as_dense", lambda: train(optimizer, model, 1))
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """Ranks that send as one: on 4 ranks, in groups of 2 neighbours."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
@@ -20,7 +18,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, close_later, run_cases
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
 from dgc.errors import ConfigError, DGCError, LayoutError, StallError
@@ -206,7 +204,3 @@ def other_compressors_send_as_one_too(name):
     train(optimizer, model, 5)
     assert compression.describe()["nodes"] == 2
     assert_replicas_identical(model)
-
-
-if __name__ == "__main__":
-    run_cases()

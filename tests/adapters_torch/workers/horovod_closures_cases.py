@@ -1,7 +1,5 @@
 """``step(closure)`` with Horovod's own optimizer and with dgc's, on 2 real ranks."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
@@ -18,7 +16,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -125,7 +123,3 @@ def a_closure_that_only_returns_a_loss_changes_nothing():
         ends.append(flat(model))
         compression.close()
     assert torch.equal(*ends)
-
-
-if __name__ == "__main__":
-    run_cases()

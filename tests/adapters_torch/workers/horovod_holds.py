@@ -1,7 +1,5 @@
 """What Horovod is handed, and what of it has a reference that keeps its thread from letting go of it last."""
 
-from __future__ import annotations
-
 import contextlib
 
 from horovod.torch import mpi_ops

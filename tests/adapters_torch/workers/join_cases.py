@@ -1,7 +1,5 @@
 """dgc.torch.join with uneven numbers of batches, on real ranks of Horovod or torch.distributed."""
 
-from __future__ import annotations
-
 import os
 import re
 import warnings
@@ -16,7 +14,7 @@ from adapters_torch.workers.tensors import (
     unpickling_is_an_error,
 )
 from torch import nn
-from worker_tools import case, launch_rank, launch_size, run_cases
+from worker_tools import case, close_later, launch_rank, launch_size
 
 import dgc.torch as dgc
 
@@ -37,7 +35,7 @@ rank, size = launch_rank, launch_size
 
 
 def wrap(model, optimizer, **options):
-    compression = dgc.Compression.dgc(**options)
+    compression = close_later(dgc.Compression.dgc(**options))
     optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     return optimizer, compression
 
@@ -98,42 +96,37 @@ def error_on_every_rank(function, error, match):
     assert all(re.search(match, each) for each in texts), texts
 
 
-@case
-def uneven_data_equal_zeros_by_hand_at_sparsity_0():
-    for gap in (1, 5, 17):
-        for options in SGD.values():
-            model = make_model()
-            optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **options), **EXACT)
-            train(optimizer, model, batches(gap))
-            assert dgc.join(compression) == size() - 2
-            assert_identical(model)
-            assert_close(model, reference(gap, options))
-            train(optimizer, model, 4, start=batches(gap, size() - 2))
-            assert_identical(model)
-            assert_close(model, reference(gap, options, more=4))
-            compression.close()
+@case(gap=(1, 17), sgd=SGD)
+def uneven_data_equal_zeros_by_hand_at_sparsity_0(gap, sgd):
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **SGD[sgd]), **EXACT)
+    train(optimizer, model, batches(gap))
+    assert dgc.join(compression) == size() - 2
+    assert_identical(model)
+    assert_close(model, reference(gap, SGD[sgd]))
+    train(optimizer, model, 4, start=batches(gap, size() - 2))
+    assert_identical(model)
+    assert_close(model, reference(gap, SGD[sgd], more=4))
 
 
-@case
-def replicas_are_identical_at_sparsity_099():
-    for gap in (1, 5, 17):
-        model = make_model()
-        optimizer, compression = wrap(
-            model, torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]), sparsity=[0.9, 0.99], rampup_step=20
-        )
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=200)
-        for epoch in range(2):
-            train(optimizer, model, batches(gap), start=100 * epoch, after=schedule.step)
-            dgc.join(compression)
-            assert_identical(model)
-            assert len(set(gathered_objects(optimizer.param_groups[0]["lr"]))) == 1
-            # A schedule by batches is behind on ranks that had fewer.
-            schedule.load_state_dict(gathered_objects(schedule.state_dict())[size() - 2])
-            train(optimizer, model, 5, start=100 * epoch + 90, after=schedule.step)
-            assert_identical(model)
-        steps = {r["step"] for r in gathered_objects(compression.describe())}
-        assert steps == {2 * (batches(gap, size() - 2) + 5)}
-        compression.close()
+@case(gap=(1, 5))
+def replicas_are_identical_at_sparsity_099(gap):
+    model = make_model()
+    optimizer, compression = wrap(
+        model, torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]), sparsity=[0.9, 0.99], rampup_step=20
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=200)
+    for epoch in range(2):
+        train(optimizer, model, batches(gap), start=100 * epoch, after=schedule.step)
+        dgc.join(compression)
+        assert_identical(model)
+        assert len(set(gathered_objects(optimizer.param_groups[0]["lr"]))) == 1
+        # A schedule by batches is behind on ranks that had fewer.
+        schedule.load_state_dict(gathered_objects(schedule.state_dict())[size() - 2])
+        train(optimizer, model, 5, start=100 * epoch + 90, after=schedule.step)
+        assert_identical(model)
+    steps = {r["step"] for r in gathered_objects(compression.describe())}
+    assert steps == {2 * (batches(gap, size() - 2) + 5)}
 
 
 @case
@@ -158,21 +151,18 @@ def nothing_is_lost():
     assert left.abs().max() > 0
     mean = sum(gathered_objects(total - left)) / size()
     assert torch.allclose(before - flat(model), 0.1 * mean, atol=2e-6), (before - flat(model) - 0.1 * mean).abs().max()
-    compression.close()
 
 
-@case("2ranks", "4ranks")
-def sums_are_divided_by_those_that_train():
-    for options in SGD.values():
-        model = make_model()
-        optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **options), **EXACT)
-        train(optimizer, model, batches(5))
-        dgc.join(compression, divide_by="training")
-        assert_identical(model)
-        assert_close(model, reference(5, options, divide=lambda training: training))
-        train(optimizer, model, 3, start=batches(5, size() - 2))
-        assert_close(model, reference(5, options, more=3, divide=lambda training: training))
-        compression.close()
+@case("2ranks", "4ranks", sgd=SGD)
+def sums_are_divided_by_those_that_train(sgd):
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **SGD[sgd]), **EXACT)
+    train(optimizer, model, batches(5))
+    dgc.join(compression, divide_by="training")
+    assert_identical(model)
+    assert_close(model, reference(5, SGD[sgd], divide=lambda training: training))
+    train(optimizer, model, 3, start=batches(5, size() - 2))
+    assert_close(model, reference(5, SGD[sgd], more=3, divide=lambda training: training))
 
 
 def computed_loss(optimizer, model, step):
@@ -240,7 +230,6 @@ def the_last_ranks_state_comes_without_pickle():
         last = dgc.join(compression)
     assert optimizer.state[model[0].weight]["last"] == last == size() - 1
     assert_identical(model)
-    compression.close()
 
 
 @case
@@ -251,7 +240,6 @@ def a_state_that_cannot_travel_is_an_error_on_every_rank():
     if rank() == 0:
         optimizer.state[model[0].weight]["history"] = object()
     error_on_every_rank(lambda: dgc.join(compression), dgc.ConfigError, "the state of SGD holds a object")
-    compression.close()
 
 
 @case
@@ -289,13 +277,12 @@ def nothing_changes_where_all_join_together():
                 for key, value in entry.items():
                     torch.testing.assert_close(after["parameters"][name][key], value, rtol=0, atol=0, equal_nan=True)
     assert_identical(model)
-    compression.close()
 
 
 @case
 def an_accumulation_that_did_not_end_is_dropped():
     model = make_model()
-    compression = dgc.Compression.dgc(**EXACT)
+    compression = close_later(dgc.Compression.dgc(**EXACT))
     optimizer = dgc.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]),
         model.named_parameters(),
@@ -310,7 +297,6 @@ def an_accumulation_that_did_not_end_is_dropped():
     loss_of(model, 999).backward()
     dgc.join(compression)
     assert_close(model, reference(5, SGD["nesterov decay"]))
-    compression.close()
 
 
 @case
@@ -342,7 +328,6 @@ def a_whole_number_takes_over_a_fraction():
     dgc.join(compression)
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert_identical(model)
-    compression.close()
 
 
 @case
@@ -360,34 +345,25 @@ def an_error_of_a_training_rank_reaches_the_joined_ones():
     error_on_every_rank(act, dgc.LayoutError, "a broken batch")
     compression.reset()
     train(optimizer, model, 2)
-    compression.close()
 
 
-@case
-def uneven_data_equal_horovods_join_at_sparsity_0():
-    for gap in (1, 5, 17):
-        for options in SGD.values():
-            plain = make_model()
-            dense = torch.optim.SGD(plain.parameters(), **options)
-            train(hvd.DistributedOptimizer(dense, plain.named_parameters()), plain, batches(gap))
-            last = hvd.join()
-            hvd.broadcast_parameters(plain.state_dict(), root_rank=last)
-            for way in ("dgc's", "Horovod's"):
-                model = make_model()
-                optimizer = torch.optim.SGD(model.parameters(), **options)
-                if way == "dgc's":
-                    optimizer, compression = wrap(model, optimizer, **EXACT)
-                else:
-                    compression = dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer, **EXACT)
-                    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-                train(optimizer, model, batches(gap))
-                assert dgc.join(compression) == last
-                assert_identical(model)
-                assert_close(model, plain)
-                train(optimizer, model, 3, start=99)
-                assert_identical(model)
-                compression.close()
-
-
-if __name__ == "__main__":
-    run_cases()
+@case(gap=(1, 5), sgd=SGD, way="ab")
+def uneven_data_equal_horovods_join_at_sparsity_0(gap, sgd, way):
+    plain = make_model()
+    dense = torch.optim.SGD(plain.parameters(), **SGD[sgd])
+    train(hvd.DistributedOptimizer(dense, plain.named_parameters()), plain, batches(gap))
+    last = hvd.join()
+    hvd.broadcast_parameters(plain.state_dict(), root_rank=last)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD[sgd])
+    if way == "b":
+        optimizer, compression = wrap(model, optimizer, **EXACT)
+    else:
+        compression = close_later(dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer, **EXACT))
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    train(optimizer, model, batches(gap))
+    assert dgc.join(compression) == last
+    assert_identical(model)
+    assert_close(model, plain)
+    train(optimizer, model, 3, start=99)
+    assert_identical(model)

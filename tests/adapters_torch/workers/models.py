@@ -1,7 +1,5 @@
 """Models, data and short training runs that the torch worker cases share. Everything is seeded by step and rank."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import tempfile

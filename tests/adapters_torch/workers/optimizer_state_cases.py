@@ -1,7 +1,5 @@
 """The optimizer's own state dict, saved and loaded without the compressor's state, on 2 real ranks."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -25,7 +23,7 @@ from models import (
     wrap,
 )
 from models import sgd as momentum_sgd
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -242,7 +240,3 @@ def clearing_it_by_hand_leaves_momentum_with_the_compressor(way):
             train(optimizer, model, 1, start=step)
         ends.append(flat(model))
     assert torch.equal(*ends)
-
-
-if __name__ == "__main__":
-    run_cases()

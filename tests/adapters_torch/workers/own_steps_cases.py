@@ -1,14 +1,12 @@
 """On 2 real ranks: optimizers with a ``step()`` of the user's own, which may do anything with gradients."""
 
-from __future__ import annotations
-
 import warnings
 
 import horovod.torch as hvd
 import pytest
 import torch
 from models import EXACT, dense_reference, make_model, train, worst_difference, wrap
-from worker_tools import case, run_cases
+from worker_tools import case
 
 
 class Normalised(torch.optim.SGD):
@@ -103,7 +101,3 @@ def a_step_that_replaced_that_of_its_class_is_exchanged_for_too(replacement):
     optimizer, _ = wrap("b", model, optimizer, **EXACT)
     train(optimizer, model, 3)
     assert worst_difference(model, expected) <= 1e-5
-
-
-if __name__ == "__main__":
-    run_cases()

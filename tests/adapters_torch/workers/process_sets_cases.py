@@ -1,11 +1,9 @@
 """Horovod's process sets: some of the ranks exchange."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import torch
 from models import assert_replicas_identical, flat, make_model, raises, sgd, train, wrap
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -63,7 +61,3 @@ def the_compressor_alone_may_be_given_a_set():
         wrong = lambda: wrap("b", model, sgd(model), process_set=alone, hvd_options=named)  # noqa: E731
         raises(dgc.ConfigError, "different process sets", wrong)
     hvd.remove_process_set(alone)
-
-
-if __name__ == "__main__":
-    run_cases()

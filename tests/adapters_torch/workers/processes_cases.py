@@ -1,7 +1,5 @@
 """What else lives beside the exchange, on 2 real ranks: worker processes, threads, copies of the model."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -24,7 +22,7 @@ from models import (
     wrap,
 )
 from torch import nn
-from worker_tools import OPENED, case, run_cases
+from worker_tools import OPENED, case
 
 
 class Batches(torch.utils.data.Dataset):
@@ -73,9 +71,9 @@ def a_job_goes_on_when_children_end():
 
 
 @case("mpirun")
-def a_dozen_optimizers_that_nobody_closes_end_their_threads():
+def optimizers_that_nobody_closes_end_their_threads():
     before = set(threading.enumerate())
-    for way, seed in itertools.product("ab", range(12)):
+    for way, seed in itertools.product("ab", range(3)):
         model = make_model(seed)
         expected = dense_reference(model, 2, momentum=0.9)
         optimizer, _ = wrap(way, model, sgd(model), **EXACT)
@@ -122,7 +120,3 @@ def what_horovod_holds_of_ours_has_another_reference():
             model = make_model()
             optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9, transport=chosen)
             train(optimizer, model, 3)
-
-
-if __name__ == "__main__":
-    run_cases()

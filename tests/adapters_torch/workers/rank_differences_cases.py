@@ -1,11 +1,9 @@
 """Ranks that mean different things, or train different models: one error on both, before anything moves."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import torch
 from models import make_model, on_every_rank, sgd, train, wrap
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -87,7 +85,3 @@ def models_that_were_never_broadcast(way):
     error = on_every_rank(dgc.ConfigError, "do not train the same", lambda: train(optimizer, model, 1))
     assert "hvd.broadcast_parameters" in str(error)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "nothing was applied"
-
-
-if __name__ == "__main__":
-    run_cases()

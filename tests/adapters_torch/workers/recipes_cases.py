@@ -1,7 +1,5 @@
 """DDP's communication hook in DDP itself, Accelerate, the Trainer, Lightning and Fabric: examples on 2 ranks."""
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import sys
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from _digits import digits, make_model
 from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, digest, gathered
 from torch.utils.data import DataLoader
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -130,7 +128,3 @@ def fabric():
     check(fabric_digits.train)
     check(fabric_digits.train, accumulate=4)
     check_resume(fabric_digits.train, start=1)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,11 +1,9 @@
 """Results that a step finds where the one before left them, on 2 real ranks: as in dense training, or an error."""
 
-from __future__ import annotations
-
 import horovod.torch as hvd
 import torch
 from models import close, distribute, flat, loss_of, make_model, on_every_rank, sgd, train, wrap
-from worker_tools import case, run_cases
+from worker_tools import case
 
 from dgc.errors import ConfigError
 
@@ -190,7 +188,3 @@ CLEARED = {"zero_grad": cleared_between, "data": zeroed_through_data}
 def what_was_cleared_is_no_error(way, step):
     expected = trained(way, CLEARED[step], sparse_updates=False, **SPARSE)
     assert torch.equal(trained(way, CLEARED[step], **SPARSE), expected)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,13 +1,11 @@
 """On 2 real ranks: loss scaling, and gradients that are not finite."""
 
-from __future__ import annotations
-
 import warnings
 
 import horovod.torch as hvd
 import torch
 from models import EXACT, assert_replicas_identical, loss_of, make_model, sgd, train, wrap
-from worker_tools import case, run_cases
+from worker_tools import case
 
 
 def scaled_step(optimizer, model, scaler, step, factor=1.0):
@@ -107,7 +105,3 @@ def a_scaler_that_the_compressor_does_not_know_is_told_once(way, kind):
     told = [str(w.message) for w in caught if "GradScaler" in str(w.message)]
     assert len(told) == (kind == "unknown")
     assert all("loss_scale=scaler" in text for text in told)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """On real ranks: parameters updated by received entries alone are those of the dense way, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -21,7 +19,7 @@ from adapters_torch.workers.models import (
     sgd,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -85,20 +83,61 @@ def every_sgd(way, kind):
     assert dropped == [f"{layer}.weight" for layer in ("first", "left", "right", "last")]
 
 
-@case
-def groups_with_their_own_rates():
-    def optimizer(model):
-        head, others = [], []
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                (head if name.startswith(("last", "left")) else others).append(p)
-        return torch.optim.SGD(
-            [{"params": head, "lr": 0.03, "nesterov": True, "weight_decay": 0.01}, {"params": others}],
-            lr=0.1,
-            momentum=0.9,
-        )
+def two_groups(model):
+    head, others = [], []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (head if name.startswith(("last", "left")) else others).append(p)
+    first = {"params": head, "lr": 0.03, "nesterov": True, "weight_decay": 0.01}
+    return torch.optim.SGD([first, {"params": others}], lr=0.1, momentum=0.9)
 
-    both(plain, optimizer=optimizer)
+
+def without_the_second_group(optimizer, model, step):
+    if step == 4:
+        optimizer.param_groups.pop()
+    plain(optimizer, model, step)
+
+
+def other_layers_on_each_rank(optimizer, model, step):
+    optimizer.zero_grad()
+    loss_of(model, step, ["left", "right", "both"][(step + hvd.rank()) % 3]).backward()
+    optimizer.step()
+
+
+def strided(model):
+    model.left.weight.data = model.left.weight.data.t().contiguous().t()
+    return sgd(model)
+
+
+def in_the_same_memory(model):
+    model.right.weight.data = model.left.weight.data
+    return sgd(model, lr=0.01)
+
+
+RAMP_UP = {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": [0.0, 0.75, 0.99]}
+RUNS = {
+    "groups with rates of their own": (plain, {"optimizer": two_groups}),
+    "summed gradients": (plain, {"hvd_options": {"op": hvd.Sum}, "optimizer": lambda m: sgd(m, lr=0.02)}),
+    "float32": (plain, {"options": {"values": "float32", "indices": "uint16"}, "steps": 20}),
+    "int8": (plain, {"options": {"values": "int8", "indices": "uint16"}, "steps": 20}),
+    "a ramp-up and unused layers": (other_layers_on_each_rank, {"options": RAMP_UP, "steps": 40}),
+    "strided parameters": (plain, {"optimizer": strided, "sparse": False, "steps": 8}),
+    "parameters in the same memory": (
+        plain,
+        {"optimizer": in_the_same_memory, "sparse": False, "steps": 10, "options": {"sparsity": 0.9}},
+    ),
+    "a group that is taken out": (without_the_second_group, {"optimizer": two_groups, "sparse": False, "steps": 8}),
+    "the same by Horovod's": (
+        without_the_second_group,
+        {"way": "a", "optimizer": two_groups, "sparse": False, "steps": 8},
+    ),
+}
+
+
+@case(run=RUNS)
+def every_kind_of_run(run):
+    train, options = RUNS[run]
+    both(train, **options)
 
 
 @case(way="ab")
@@ -125,28 +164,6 @@ def accumulated_gradients(way):
         optimizer.step()
 
     both(twice, way=way, hvd_options={"backward_passes_per_step": 2}, steps=20)
-
-
-@case
-def summed_gradients():
-    both(plain, hvd_options={"op": hvd.Sum}, optimizer=lambda m: sgd(m, lr=0.02))
-
-
-@case(values=("float32", "int8"))
-def other_codecs(values):
-    both(plain, options={"values": values, "indices": "uint16"}, steps=20)
-
-
-@case
-def a_ramp_up_and_unused_parameters():
-    def train(optimizer, model, step):
-        optimizer.zero_grad()
-        loss_of(model, step, ["left", "right", "both"][(step + hvd.rank()) % 3]).backward()
-        optimizer.step()
-
-    options = {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": [0.0, 0.75, 0.99]}
-    *_, compression = both(train, options=options, steps=40)
-    assert math.isclose(compression.describe()["density"], 0.01)
 
 
 @case(way="ab")
@@ -218,15 +235,6 @@ def what_needs_the_dense_result_gets_it(kind):
     train, optimizer, options = NEEDS[kind]
     model, _, _ = both(train, optimizer=optimizer, options=options, sparse=False, steps=8)
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-@case
-def parameters_that_are_strided():
-    def optimizer(model):
-        model.left.weight.data = model.left.weight.data.t().contiguous().t()
-        return sgd(model)
-
-    both(plain, optimizer=optimizer, sparse=False, steps=8)
 
 
 @case
@@ -411,31 +419,3 @@ def a_backward_pass_after_results_that_were_not_written_is_refused(way):
         optimizer.step()
 
     on_every_rank(dgc.ConfigError, "give the compressor sparse_updates=False", again)
-
-
-@case(way="ab")
-def parameters_that_left_their_group_are_not_updated(way):
-    def groups(model):
-        left = list(model.left.parameters())
-        others = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith("left")]
-        return torch.optim.SGD([{"params": others}, {"params": left}], lr=0.1, momentum=0.9)
-
-    def train(optimizer, model, step):
-        if step == 4:
-            optimizer.param_groups.pop()
-        plain(optimizer, model, step)
-
-    both(train, way=way, optimizer=groups, sparse=False, steps=8)
-
-
-@case
-def parameters_in_the_same_memory_get_both_updates():
-    def optimizer(model):
-        model.right.weight.data = model.left.weight.data
-        return sgd(model, lr=0.01)
-
-    both(plain, optimizer=optimizer, options={"sparsity": 0.9}, sparse=False, steps=10)
-
-
-if __name__ == "__main__":
-    run_cases()

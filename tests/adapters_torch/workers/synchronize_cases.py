@@ -1,7 +1,5 @@
 """``synchronize()`` and ``skip_synchronize()``, on 2 real ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import horovod.torch as hvd
@@ -22,7 +20,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -104,7 +102,3 @@ def changing_averaged_gradients_on_one_rank_alone_is_an_error():
         before = flat(model).clone()
         on_every_rank(dgc.ConfigError, "in different ways", lambda o=optimizer: quiet(o.step))
         assert torch.equal(flat(model), before)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """Comparing tensors bit by bit, also between ranks, whichever library connects them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -50,20 +48,6 @@ def loss_of(model, step, *arguments, rank=None):
     seed = 1000 * step + (launch_rank() if rank is None else rank)
     x = torch.randn(16, 20, generator=torch.Generator().manual_seed(seed))
     return nn.functional.cross_entropy(model(x, *arguments), x[:, :5].argmax(1))
-
-
-WRONG = {
-    "were not named": lambda model: {"named_parameters": list(model.named_parameters())[1:]},
-    "must be unique": lambda model: {"named_parameters": [("twice", p) for p in model.parameters()]},
-    "sequence of tuples": lambda model: {"named_parameters": model.state_dict()},
-    "backward_passes_per_step is 0": lambda _: {"backward_passes_per_step": 0},
-    "op is 'max'": lambda _: {"op": "max"},
-    "compression is 'topk'": lambda _: {"compression": "topk"},
-    "give a torch.optim.Optimizer": lambda _: {"optimizer": None},
-    "gradient_predivide_factor": lambda _: {"gradient_predivide_factor": -1.0},
-    "groups and num_groups": lambda _: {"groups": 2},
-}
-"""Arguments of ``dgc.torch.DistributedOptimizer``, made from its model, by the error."""
 
 
 def bits(tensors) -> torch.Tensor:

@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from transport.workers.transport_contract import Carrier
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 from dgc.adapter.agreement import require_agreement
@@ -149,7 +149,3 @@ def after_shutdown_everything_is_an_error():
     assert "Horovod was shut down: train before hvd.shutdown()" in error
     assert "hvd.init()" in raised_by(make_transport, "auto")
     assert "hvd.init()" in raised_by(HorovodTransport)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """Several optimizers over the same parameters, on 2 real ranks: one of them exchanges."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -19,7 +17,7 @@ from models import (
     worst_difference,
     wrap,
 )
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -78,7 +76,3 @@ def a_wrapped_one_cannot_be_copied(how):
     train(optimizer, model, 1)
     with pytest.raises(TypeError, match="cannot be copied"):
         COPIES[how](optimizer)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,14 +1,11 @@
 """Arguments that are wrong, on 2 real ranks: one error on every rank, and the next call is like a first one."""
 
-from __future__ import annotations
-
 import os
 
 import horovod.torch as hvd
 import torch
-from adapters_torch.workers.tensors import WRONG
 from models import flat, make_model, on_every_rank, sgd, train, wrap
-from worker_tools import case, close_later, run_cases
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
 
@@ -30,7 +27,15 @@ def wrapped(model=None, **arguments):
 # The last three are Horovod's where it sends dense.
 OF_THE_WRAPPER = {
     "give a hvd.ProcessSet": lambda _: {"process_set": 1},
-    **WRONG,
+    "were not named": lambda model: {"named_parameters": list(model.named_parameters())[1:]},
+    "must be unique": lambda model: {"named_parameters": [("twice", p) for p in model.parameters()]},
+    "sequence of tuples": lambda model: {"named_parameters": model.state_dict()},
+    "backward_passes_per_step is 0": lambda _: {"backward_passes_per_step": 0},
+    "op is 'max'": lambda _: {"op": "max"},
+    "compression is 'topk'": lambda _: {"compression": "topk"},
+    "give a torch.optim.Optimizer": lambda _: {"optimizer": None},
+    "gradient_predivide_factor": lambda _: {"gradient_predivide_factor": -1.0},
+    "groups and num_groups": lambda _: {"groups": 2},
     "Adasum": lambda _: {"op": hvd.Adasum},
 }
 
@@ -307,7 +312,3 @@ def a_refused_wrapping_leaves_the_next_ones_gradients_alone(way):
         train(optimizer, model, 5)
         ends.append(flat(model))
     assert torch.equal(*ends)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,7 +1,5 @@
 """The sharded optimizer against the unsharded one, on real ranks of Horovod or torch.distributed."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
@@ -18,7 +16,7 @@ from adapters_torch.workers.tensors import (
     unpickling_is_an_error,
 )
 from torch import nn
-from worker_tools import case, launch_rank, launch_size, run_cases
+from worker_tools import case, launch_rank, launch_size
 
 import dgc.torch as dgc
 from dgc.errors import ConfigError, LayoutError, RemoteError
@@ -526,20 +524,3 @@ def options_groups_and_states_that_drift_apart_are_errors_everywhere():
     if other:
         zero.param_groups[0]["params"].pop()
     raises((LayoutError, RemoteError), "by hand", step)
-
-
-@case
-def state_of_20_million_parameters_is_shared_out():
-    """Bytes of optimizer state on this rank over those of the unsharded optimizer: at most 1/P + 5 %."""
-    shapes = [(1024, 1024)] * 16 + [(512, 2048), (1024,), (2048,), (1000, 2200)] + [(256,)] * 20
-    own = [nn.Parameter(torch.zeros(s)) for s in shapes]
-    zero = Zero(own, torch.optim.Adam, lr=1e-3)
-    for p in own:
-        p.grad = torch.full_like(p, 1e-3)
-    zero.step()
-    state = sum(t.nbytes for s in zero.optim.state.values() for t in s.values())
-    assert state <= (1 / SIZE + 0.05) * sum(8 * p.numel() + 4 for p in own)
-
-
-if __name__ == "__main__":
-    run_cases()

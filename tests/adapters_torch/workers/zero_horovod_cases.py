@@ -1,7 +1,5 @@
 """On real ranks: the sharded optimizer inside Horovod's and dgc's distributed optimizers, and over process sets."""
 
-from __future__ import annotations
-
 import itertools
 
 import horovod.torch as hvd
@@ -10,7 +8,7 @@ import torch
 from adapters_torch.workers.models import loss_of, make_model, train, wrap
 from adapters_torch.workers.tensors import assert_bits_equal, assert_replicas_identical, raises
 from torch import nn
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 from dgc.errors import ConfigError
@@ -204,7 +202,3 @@ def over_process_sets():
     with optimizer.skip_synchronize():
         raises(ConfigError, "give both the same process set", optimizer.step)
     hvd.barrier()
-
-
-if __name__ == "__main__":
-    run_cases()

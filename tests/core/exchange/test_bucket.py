@@ -1,7 +1,5 @@
 """One bucket's message: what makes all ranks refuse a step, and what makes them fail together."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from exchange_tools import errors_of, gradient, make_exchange, parameters, run_step

@@ -1,7 +1,5 @@
 """Clipping before compression: per tensor and by one norm of all."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

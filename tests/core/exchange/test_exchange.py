@@ -1,7 +1,5 @@
 """The exchange as a whole, on ranks that are threads of this process."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 

@@ -1,7 +1,5 @@
 """What the exchange reads from its caller, and what it counts."""
 
-from __future__ import annotations
-
 import pytest
 from exchange_tools import errors_of, gradient, make_exchange, parameters, run_step
 

@@ -1,7 +1,5 @@
 """Ranks that send as one: the exchange of 2 nodes of 2 ranks is that of 2 ranks with the nodes' sums, bit for bit."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that add up entries for each other: what they send, keep and refuse; ranks are threads."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """In which order buckets run changes nothing: gradients in any order, and buckets that threads begin early."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from exchange_tools import gradient, make_exchange, parameters, run_step, same_results

@@ -1,7 +1,5 @@
 """The states of a step: what a failure, a reset or a loaded state leaves, on every rank."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from unittest.mock import Mock, patch

@@ -1,7 +1,5 @@
 """Which backend is taken, and what is said about it."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

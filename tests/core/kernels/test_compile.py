@@ -1,7 +1,5 @@
 """Compiled kernels are kept on disk: by processes that meet, for the next one, and not where nothing can be written."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The CPU kernels against the NumPy oracle, bit for bit; one after the other, overlapping, and on several threads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Several threads in a kernel, several Python threads calling kernels, and who decides how many."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

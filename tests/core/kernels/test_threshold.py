@@ -1,7 +1,5 @@
 """The thresholds: exactly the k largest nearly always, whatever the gradients do, and never more than k."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,5 @@
 """Shared by the exchange tests: N ranks as threads, and the algorithm written down once more, naively, as an oracle."""
 
-from __future__ import annotations
-
-import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +8,7 @@ from fake_device import device
 from dgc.core.compressors import make_config
 from dgc.core.config import Schedule, entries_to_send
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.step import AS_BUILT, Hyper
+from dgc.core.exchange.step import AS_BUILT
 from dgc.core.kernels.reference import ReferenceKernels, top_k
 from dgc.core.layout import Parameter, make_layout, sent_dense
 from dgc.errors import DGCError
@@ -45,11 +42,6 @@ def make_exchange(transport, shapes=None, *, algorithm="dgc", dtype="float32", k
     kernels = kernels or ReferenceKernels()
     make = DeviceExchange if kernels.on_device else Exchange
     return make(layout, config, transport, kernels, loss_scale=loss_scale)
-
-
-def hyper_of(exchange, **other):
-    """The options of the exchange's config for all parameters, some replaced."""
-    return dataclasses.replace(Hyper.uniform(len(exchange.layout.parameters), exchange.config), **other)
 
 
 def gradient(step, rank, index, numel, dtype="float32", seed=0):

@@ -1,7 +1,5 @@
 """Problems for the kernels, and what must hold for every selection."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,7 +4,7 @@ import time
 
 import horovod.torch as hvd
 import torch
-from worker_tools import case, run_cases
+from worker_tools import case
 
 
 @case
@@ -24,7 +24,3 @@ def a_rank_that_has_joined_delays_nobody_for_ever():
             total = hvd.allreduce(torch.ones(2), op=hvd.Sum, name=f"idle.join.{step}")
             assert total.tolist() == [hvd.size() - 1] * 2
     assert 0 <= hvd.join() < hvd.size()
-
-
-if __name__ == "__main__":
-    run_cases()

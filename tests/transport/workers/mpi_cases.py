@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from transport.workers.transport_contract import Carrier
-from worker_tools import SkipCase, case, launch_rank, launch_size, run_cases
+from worker_tools import SkipCase, case, launch_rank, launch_size
 
 from dgc.core.collectives import SMALL_BYTES
 from dgc.errors import TransportError
@@ -136,7 +136,3 @@ def after_mpi_is_finalized_everything_is_an_error_and_close_does_nothing():
     refuses("finalized", transport.allreduce, np.zeros(3, np.float32))
     refuses("finalized", MPITransport)
     transport.close()
-
-
-if __name__ == "__main__":
-    run_cases()

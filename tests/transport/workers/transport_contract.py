@@ -1,7 +1,5 @@
 """What every transport promises on real ranks: cases for the worker of each."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import warnings
@@ -35,7 +33,7 @@ class Carrier:
         for promise in _promises:
             self._register(promise)
 
-    def _register(self, promise: Callable[[Carrier], None]) -> None:
+    def _register(self, promise: Callable[["Carrier"], None]) -> None:
         def of_this_carrier() -> None:
             promise(self)
 

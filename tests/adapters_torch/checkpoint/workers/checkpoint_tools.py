@@ -1,7 +1,5 @@
 """A job that saves and loads checkpoints, and what it compares."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import shutil

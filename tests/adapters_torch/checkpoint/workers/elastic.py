@@ -1,7 +1,5 @@
 """Train under torchrun with a checkpoint every other step; the last rank may end itself by kill -9, once."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """On real ranks: checkpoints that cannot be read, or are of another model or number of ranks."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import warnings
@@ -10,7 +8,7 @@ import horovod.torch as hvd
 import torch
 from adapters_torch.workers.models import flat, loss_of, make_model, on_every_rank, wrap
 from checkpoint_tools import OPTIONS, Job, assert_equal, files_of, folders, own_file, sgd
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -258,7 +256,3 @@ def a_rank_outside_the_process_set_saves_nothing_and_loads_the_model():
         job.close()
         loaded.close()
     hvd.remove_process_set(some)
-
-
-if __name__ == "__main__":
-    run_cases()

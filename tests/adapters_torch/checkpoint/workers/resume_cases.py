@@ -1,7 +1,5 @@
 """On real ranks: a run that was saved and loaded continues as if nothing had happened."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import shutil
@@ -19,7 +17,7 @@ from adapters_torch.workers.models import (
     wrap,
 )
 from checkpoint_tools import sgd
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -158,7 +156,3 @@ def after_an_error_or_an_exception_training_goes_on_from_a_reset_or_a_loaded_sta
         hvd.barrier()
         if hvd.rank() == 0:
             shutil.rmtree(folder)
-
-
-if __name__ == "__main__":
-    run_cases()

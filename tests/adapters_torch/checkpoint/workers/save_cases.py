@@ -1,7 +1,5 @@
 """On real ranks: checkpoints that cannot be written, or come at the wrong moment."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -11,7 +9,7 @@ import horovod.torch as hvd
 import torch
 from adapters_torch.workers.models import make_model, on_every_rank
 from checkpoint_tools import OPTIONS, Job, files_of, folders, sgd
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.torch as dgc
 
@@ -158,7 +156,3 @@ def before_wrapping_and_after_closing_there_is_one_error():
             call = functools.partial(function, folder)
             on_every_rank(dgc.TransportError, r"after close\(\)", call, "closed")
         assert files_of(folder) == before
-
-
-if __name__ == "__main__":
-    run_cases()

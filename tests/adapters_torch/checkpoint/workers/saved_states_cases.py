@@ -1,7 +1,5 @@
 """Under torchrun: states of optimizer and compressor, loaded in any order, together or one without the other."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import shutil
@@ -16,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from adapters_torch.torchrun_tools import assert_identical, digest, gathered, loss_of, make_model, on_every_rank
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, close_later, run_cases
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
 from dgc.torch.ddp import trainer_callback
@@ -370,7 +368,3 @@ def as_bytes(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,45 +1,24 @@
-"""On real ranks: a run with any of torch's schedules that was saved and loaded goes on as if nothing had happened."""
+"""On real ranks: a saved and loaded run with a schedule of rate or momentum goes on as if nothing had happened."""
 
-from __future__ import annotations
-
-import itertools
 import shutil
 
 import horovod.torch as hvd
 import torch
 from adapters_torch.workers.models import flat, shared_folder
-from torch.optim import lr_scheduler, swa_utils
-from worker_tools import case, run_cases
+from torch.optim import lr_scheduler
+from worker_tools import case
 
 import dgc.torch as dgc
 
 STEPS, CUT = 6, 3
-ALGORITHMS = ("dgc", "topk", "qsgd")
 
 SCHEDULES = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.9**n),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda n: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 4], 0.5),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 4),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.8)], [2]
-    ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.8)]
-    ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, base_momentum=0.7, max_momentum=0.95),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=STEPS + 1),
-    "SWALR": lambda o: swa_utils.SWALR(o, 0.01, anneal_epochs=4),
     "momentum by hand": lambda o: ByHand(o),
 }
-MOMENTUM = ("CyclicLR", "OneCycleLR", "momentum by hand")
 
 
 class ByHand:
@@ -96,8 +75,9 @@ class Run:
         return dict(model=self.model, optimizer=self.optimizer, compression=self.compression)
 
 
-def check(way, algorithm, schedule, moments, folder):
+def check(way, algorithm, schedule, moments):
     """Save at these moments of a step, and go on from each of them with objects of their own."""
+    folder = shared_folder("schedules")
     straight = Run(way, algorithm, schedule)
 
     def save(moment):
@@ -115,23 +95,21 @@ def check(way, algorithm, schedule, moments, folder):
         for number in range(CUT, STEPS):
             resumed.step(number)
         resumed.compression.close()
-        difference = (flat(resumed.model) - flat(straight.model)).abs().max().item()
-        assert difference == 0, (way, algorithm, schedule, moment, difference)
-
-
-@case
-def every_schedule_of_torch_goes_on_from_a_checkpoint():
-    listed = {n for n in lr_scheduler.__all__ if n != "LRScheduler"}
-    assert listed <= set(SCHEDULES), "a schedule of torch is not tested"
-    folder = shared_folder("schedules")
-    for way, algorithm, schedule in itertools.product("ab", ALGORITHMS, SCHEDULES):
-        if schedule in MOMENTUM:
-            check(way, algorithm, schedule, ("after", "before"), folder)
-        elif schedule == "StepLR" or (way, algorithm) == ("b", "dgc"):  # a rate is the optimizer's own matter
-            check(way, algorithm, schedule, ("after",), folder)
+        assert torch.equal(flat(resumed.model), flat(straight.model)), moment
     hvd.barrier()
     if hvd.rank() == 0:
         shutil.rmtree(folder)
+
+
+@case(way="ab", algorithm=("dgc", "topk", "qsgd"), schedule=("CyclicLR", "OneCycleLR", "momentum by hand"))
+def a_schedule_of_momentum_goes_on_from_a_checkpoint(way, algorithm, schedule):
+    check(way, algorithm, schedule, ("after", "before"))
+
+
+@case(schedule=("LambdaLR", "ReduceLROnPlateau"))
+def a_schedule_of_the_rate_goes_on_from_a_checkpoint(schedule):
+    """The rate is the optimizer's own matter."""
+    check("b", "dgc", schedule, ("after",))
 
 
 @case
@@ -161,7 +139,3 @@ def stock_horovod_may_wrap_the_optimizer_after_the_checkpoint_was_loaded():
     hvd.barrier()
     if hvd.rank() == 0:
         shutil.rmtree(folder)
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -7,35 +7,12 @@ import horovod.tensorflow.keras as hvdk
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case, run_cases
+from worker_tools import case
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 
 keras = m.keras
-
-
-@case
-def layouts_that_differ_between_ranks():
-    model = m.make_model(width=32 + 8 * hvd.rank())
-    text = m.assert_raises(
-        lambda: m.tape_step(model, dgc.Compression.dgc(momentum=0.0)), "on rank 0", "on rank 1", "Build the same model"
-    )
-    assert "(20, 32)" in text
-    assert "(20, 40)" in text
-
-
-@case
-def options_that_differ_between_ranks():
-    compression = dgc.Compression.dgc(momentum=0.0, sparsity=0.9 if hvd.rank() else 0.99)
-    m.assert_raises(lambda: m.tape_step(m.make_model(), compression), "'sparsity'", "0.99", "on rank 1")
-
-
-@case
-def momentum_that_differs_between_ranks():
-    inner = keras.optimizers.SGD(0.1, momentum=0.5 if hvd.rank() else 0.9)
-    compression = dgc.Compression.dgc(optimizer=inner)
-    m.assert_raises(lambda: m.tape_step(m.make_model(), compression), "momentum=0.9", "momentum=0.5")
 
 
 @case
@@ -55,13 +32,6 @@ def arguments_that_are_wrong_on_one_rank_alone():
     }.items():
         m.assert_raises(lambda: bind(**wrong), part)  # noqa: B023
     m.tape_step(m.make_model(), dgc.Compression.dgc(momentum=0.0))
-
-
-@case
-def momentum_twice():
-    inner = keras.optimizers.SGD(0.1, momentum=0.9)
-    m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner, momentum=0.9), "momentum would be applied twice")
-    assert inner.momentum == 0.9
 
 
 @case
@@ -86,23 +56,6 @@ def what_a_tape_cannot_take_over():
     m.assert_raises(lambda: m.tape_step(model, compression), "loss_scale=optimizer")
     scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     m.tape_step(model, dgc.Compression.dgc(optimizer=scaled, loss_scale=scaled))
-
-
-@case
-def a_broadcast_goes_by_place_and_refuses_models_that_differ():
-    if hvd.rank() == 0:
-        keras.optimizers.SGD(0.1)  # Keras numbers its optimizers: from here on names differ between the ranks
-    model = m.make_model(seed=hvd.rank())
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    callback = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
-    callback.set_model(model)
-    callback.on_train_begin()
-    assert not m.replicas_differ(m.values(model))
-    other = m.make_model(width=32 + 8 * hvd.rank())
-    other.compile(keras.optimizers.SGD(0.1), "mse")
-    callback = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
-    callback.set_model(other)
-    m.assert_raises(callback.on_train_begin, "differ between ranks")
 
 
 @case
@@ -156,23 +109,6 @@ def optimizers_that_do_not_fit_gradients_of_which_most_is_zero():
 
 
 @case
-def stock_and_wrapper_at_once():
-    model = m.make_model()
-    compression = dgc.Compression.dgc(m.raw(model.trainable_variables), momentum=0.0)
-    m.tape_step(model, compression)
-    m.assert_raises(lambda: m.tape_step(model, compression, library=hvd), "exchanged twice")
-
-
-@case
-def tape_and_optimizer_at_once():
-    model, optimizer = m.make_model(), keras.optimizers.SGD(0.1, momentum=0.9)
-    compression = dgc.Compression.dgc(optimizer=optimizer)
-    distributed = dgck.DistributedOptimizer(optimizer, compression=compression)
-    m.assert_raises(lambda: m.tape_step(model, compression), "a distributed optimizer and by", "exchanged twice")
-    assert distributed.compression is compression
-
-
-@case
 def what_is_no_compressor():
     optimizer = keras.optimizers.SGD(0.1)
     message = "which is no compressor; call one: compression=Compression."
@@ -206,57 +142,6 @@ def sessions_of_tensorflow_1():
 
 
 @case
-def models_that_were_never_broadcast():
-    """The mean of gradients of unlike models fits none of them: it ends with the second step at the latest."""
-
-    def train(rank, rate=0.1, steps=3):
-        model, optimizer = m.make_model(1 + rank), keras.optimizers.SGD(rate, momentum=0.9)
-        compression = dgc.Compression.dgc(optimizer=optimizer)
-        for _ in range(steps):
-            gradients = m.tape_step(model, compression)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    train(0)
-    text = m.assert_raises(lambda: train(hvd.rank()), "do not train the same model", "broadcast")
-    assert "in the same place on rank 1" in text
-    m.assert_raises(lambda: train(0, 0.1 + hvd.rank()), "disagree in step 0 about the learning rate")
-    model = m.compile_model(dgc.Compression.dgc(), model=m.make_model(1 + hvd.rank()))
-    m.assert_raises(lambda: m.fit(model, 3), "BroadcastGlobalVariablesCallback")
-
-
-@case
-def learning_rates_that_drift_apart():
-    for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)):
-        model = m.compiled(optimizer, compression=dgc.Compression.dgc())
-        m.fit(model, 2)
-        model.optimizer.learning_rate = 0.1 / (1 + hvd.rank())
-        m.assert_raises(lambda: m.fit(model, 2), "disagree in step 2 about the learning rate")  # noqa: B023
-
-
-@case
-def a_state_that_only_one_rank_can_load():
-    model = m.make_model()
-    compression = dgc.Compression.dgc(momentum=0.0)
-    m.tape_step(model, compression)
-    state = compression.state_dict()
-    damaged = {**state, "size": 4} if hvd.rank() else state
-    m.assert_raises(lambda: compression.load_state_dict(damaged), "resize=True")
-
-
-@case
-def a_restored_model_on_one_rank_and_the_callbacks_in_the_wrong_order():
-    model = m.compile_model(dgc.Compression.dgc())
-    m.fit(model, 2)
-    fresh = m.compile_model(dgc.Compression.dgc())
-    model = fresh if hvd.rank() else model
-    callbacks = [
-        dgck.callbacks.CompressionCheckpoint("never-written"),
-        dgck.callbacks.BroadcastGlobalVariablesCallback(0),
-    ]
-    m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), "have made [2, 0] steps", "after Broadcast")
-
-
-@case
 def xla():
     model = m.make_model()
     compression = dgc.Compression.dgc(momentum=0.0)
@@ -285,19 +170,6 @@ def a_variable_that_gets_a_gradient_later():
             run(False)
             both = hvd.rank() == 0 if only_one_rank else True
             m.assert_raises(lambda: run(both), "was 'none' in the first step and is 'dense' now")  # noqa: B023
-
-
-@case
-def gradients_that_differ_between_ranks_in_the_first_step():
-    variables = [tf.Variable(tf.ones([40, 40])), tf.Variable(tf.ones([40, 40]))]
-
-    def loss():
-        return tf.reduce_sum(variables[0] ** 2) + (tf.reduce_sum(variables[1] ** 2) if hvd.rank() else 0.0)
-
-    for library in (dgc, hvd):
-        compression = dgc.Compression.dgc(variables, momentum=0.0)
-        step = functools.partial(m.reduced, loss, variables, compression, library)
-        m.assert_raises(step, "kinds of gradients", "on rank 1")
 
 
 @case
@@ -378,13 +250,3 @@ def optimizers_of_the_module_legacy():
         m.assert_raises(lambda: dgc.Compression.dgc(optimizer=optimizer), advice)  # noqa: B023
     compression = dgc.Compression.dgc(model.trainable_variables, momentum=0.9)
     m.assert_raises(lambda: hvdk.DistributedOptimizer(sgd(0.1), compression=compression), advice)
-
-
-@case
-def afterwards_all_ranks_still_agree():
-    total = hvd.allreduce(tf.ones(1), op=hvd.Sum, name="alive")
-    assert np.asarray(total)[0] == hvd.size()
-
-
-if __name__ == "__main__":
-    run_cases()

@@ -1,0 +1,164 @@
+"""The root's variables reach all ranks, whatever some of them have trained or loaded before."""
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import SkipCase, case
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+from dgc.tensorflow.adoption import optimizer_variables
+
+keras = m.keras
+ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
+
+
+@case
+def weights_that_only_the_root_loads_leave_nothing_of_the_abandoned_run():
+    model = m.eager(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE))
+    start = m.values(model)
+    again = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+
+    def fit(first):
+        x, y = m.batch(first)
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[again])
+
+    engine = None
+    for step in range(4):
+        fit(step)
+        engine = model.optimizer.compression.engine
+        v = engine.residual_norm()
+        assert v > 0
+    before = {n: e["v"].copy() for n, e in engine.state_dict()["parameters"].items() if "v" in e}
+    if hvd.rank() == 0:
+        model.set_weights(start)
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            seen.append((engine.residual_norm(), [v.copy() for v in m.values(model)]))
+
+    x, y = m.batch(9)
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[again, Watch()])
+    assert before
+    assert seen[0][0] == 0.0
+    assert all((a == b).all() for a, b in zip(seen[0][1], start, strict=True))
+    m.assert_replicas(m.values(model))
+    # A fit that goes on keeps what it has.
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[again, Watch()])
+    assert seen[1][0] > 0.0
+
+
+@case
+def replicas_are_compared_again_after_a_broadcast():
+    if hvd.size() == 1:
+        raise SkipCase("one rank has no replicas")
+    root = dgck.callbacks.BroadcastGlobalVariablesCallback
+    model = m.eager(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE))
+    m.fit(model, 3, callbacks=[root(0)])
+    weight = m.raw(model.trainable_variables)[0]
+
+    class Spoil(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            weight.assign_add(tf.ones_like(weight) * float(hvd.rank()))
+
+    m.assert_raises(lambda: m.fit(model, 2, callbacks=[root(0), Spoil()]), "do not train the same model")
+
+
+@case
+def the_root_s_weights_and_averaged_metrics_reach_everybody():
+    model = m.make_model(seed=1 + hvd.rank())
+    compression = dgc.Compression.dgc(**m.SPARSE)
+    m.compile_model(compression, model=model, run_eagerly=True)
+    assert m.replicas_differ(m.values(model))
+    history = m.fit(model, 6, callbacks=[ROOT(0), dgck.callbacks.MetricAverageCallback()])
+    m.assert_replicas(m.values(model))
+    m.assert_replicas([np.asarray(history["loss"], np.float64)])
+
+
+@case
+def only_one_rank_loads_the_model():
+    """Keras names a loaded model's variables otherwise than a built one's, and its learning rate is its own."""
+    folder = m.shared_folder()
+    model = m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05)
+    m.fit(model, 4)
+    model.optimizer.learning_rate = 0.025
+    checkpoint = dgck.callbacks.CompressionCheckpoint(folder / "dgc-{epoch:02d}")
+    m.fit(model, 4, first=4, callbacks=[checkpoint])
+    path = folder / "model.keras"
+    m.save(model, path)
+    built = m.compile_model(dgc.Compression.dgc(**m.SPARSE), model=m.make_model(7), learning_rate=0.05)
+    again = keras.models.load_model(path) if hvd.rank() == 0 else built
+    restoring = dgck.callbacks.CompressionCheckpoint(folder / "dgc-{epoch:02d}")
+    m.fit(again, 4, first=8, callbacks=[ROOT(0), restoring])
+    m.fit(model, 4, first=8)
+    m.assert_replicas(m.values(again))
+    for a, b in zip(m.values(model), m.values(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@case
+def replicas_are_identical_when_one_rank_alone_loads_a_model_with_decay():
+    folder = m.shared_folder()
+    inner = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    model = m.compiled(inner, compression=dgc.Compression.dgc(**m.SPARSE), run_eagerly=True)
+    m.fit(model, 4)
+    m.save(model, folder / "model.keras")
+    inner = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    fresh = m.compiled(inner, m.make_model(7), compression=dgc.Compression.dgc(**m.SPARSE), run_eagerly=True)
+    again = keras.models.load_model(folder / "model.keras") if hvd.rank() == 0 else fresh
+    again.run_eagerly = True
+    m.fit(again, 4, first=4, callbacks=[ROOT(0)])
+    m.assert_replicas([*m.values(again), *map(np.asarray, m.raw(optimizer_variables(again.optimizer)))])
+
+
+@case
+def only_one_rank_loads_a_model_that_the_others_cannot_go_on_with():
+    """One that lacks options, and one while the others go on with a compressor that has made steps."""
+    folder = m.shared_folder()
+    options = {} if hvd.rank() else {"loss_scale": lambda: 1.0}
+    saved = m.compile_model(dgc.Compression.dgc(**options), run_eagerly=True)
+    whole = m.compile_model(dgc.Compression.dgc(**m.SPARSE))
+    for model in (saved, whole):
+        m.fit(model, 1)
+    m.save(saved, folder / "lacks.keras")
+    m.save(whole, folder / "whole.keras")
+    fresh = m.compile_model(dgc.Compression.dgc(), model=m.make_model())
+    for name, others, text in (("lacks", fresh, "which cannot be saved"), ("whole", whole, "load it on every rank")):
+        model = others if hvd.rank() else keras.models.load_model(folder / f"{name}.keras")
+        told = m.assert_raises(lambda: m.fit(model, 1, callbacks=[ROOT(0)]), text)  # noqa: B023
+        assert "rank 0" in told or hvd.rank() == 0
+    m.fit(whole, 1)
+    m.assert_replicas(m.values(whole))
+
+
+@case
+def a_model_without_variables_is_broadcast_after_its_first_step():
+    for steps, eager in ((1, False), (1, True), (4, False)):
+        keras.utils.set_random_seed(1 + hvd.rank())
+        model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(3)])
+        options = {"run_eagerly": eager, "steps_per_execution": steps}
+        m.compiled(keras.optimizers.SGD(0.05, momentum=0.9), model, compression=dgc.Compression.dgc(), **options)
+        if steps == 1:
+            m.fit(model, 6, callbacks=[ROOT(0)])
+            m.assert_replicas(m.values(model))
+        else:
+            m.assert_raises(lambda: m.fit(model, 8, callbacks=[ROOT(0)]), "build the model before fit()")  # noqa: B023
+
+
+@case
+def a_broadcast_goes_by_place_and_refuses_models_that_differ():
+    if hvd.rank() == 0:
+        keras.optimizers.SGD(0.1)  # Keras numbers its optimizers: from here on names differ between the ranks
+    model = m.make_model(seed=hvd.rank())
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    callback = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert not m.replicas_differ(m.values(model))
+    other = m.make_model(width=32 + 8 * hvd.rank())
+    other.compile(keras.optimizers.SGD(0.1), "mse")
+    callback = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(other)
+    m.assert_raises(callback.on_train_begin, "differ between ranks")
