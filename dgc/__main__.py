@@ -35,9 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="say what a step's exchange costs in this job, and which option to set")
     bench.add_argument("--parameters", type=int, default=25_000_000, help="of the model (default: %(default)s)")
     bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model, instead of --parameters")
+    bench.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: %(default)s")
     bench.add_argument(
-        "--sparsity", type=float, default=0.999, help="share of entries held back (default: %(default)s)"
+        "--steps", type=int, default=10_000, help="of the whole training, for the option steps= (default: %(default)s)"
     )
+    bench.add_argument("--sparsity", type=float, help="share of entries held back, instead of what steps= chooses")
     bench.set_defaults(run=measure_job)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):

@@ -1,6 +1,7 @@
 """``python -m dgc bench``: the time of a step's exchange in this job, dense, in 16 bits and with DGC.
 
-It times real exchanges of one tensor over the job's transport, while no backward pass runs. The slowest rank's time
+DGC sends what ``steps=`` chooses for a training of that length with that optimizer. The command times real exchanges of
+one tensor over the job's transport, while no backward pass runs. The slowest rank's time
 counts. The time for a larger model is computed in proportion to its size.
 """
 
@@ -16,13 +17,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dgc.adapter.agreement import agree_or_raise
 from dgc.core.collectives import Transport, gather_values
-from dgc.core.config import DGCConfig
+from dgc.core.compressors import make_config
+from dgc.core.config import DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels import choose_kernels
@@ -39,53 +41,97 @@ _STEPS = 7  # timed steps, whose median counts
 _SHIFT = 4096  # how far the gradient of the next step begins in the random values
 
 
+class Phase(NamedTuple):
+    """Consecutive steps of a training in which DGC sends the same share of the entries."""
+
+    density: float
+    steps: int
+
+
+class Training(NamedTuple):
+    """A training whose exchange is measured, and the compressor's option for it."""
+
+    config: DGCConfig
+    phases: list[Phase]
+    option: str
+
+
+def training_of(arguments: argparse.Namespace) -> Training:
+    """Return the training that the command line describes.
+
+    Raises:
+        ConfigError: an option is out of range, or the library warns of the sparsity.
+    """
+    steps, sparsity, adaptive = arguments.steps, arguments.sparsity, arguments.optimizer == "adamw"
+    fixed = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+    config = make_config({"steps": steps, **fixed}).suited(adaptive)
+    if sparsity is None:
+        ramp = min(Schedule(config.sparsity, length=config.rampup_step).ramp_end(), steps)
+        phases = [Phase(1.0 - config.sparsity[0], ramp), Phase(1.0 - config.sparsity[-1], steps - ramp)]
+        return Training(config, [phase for phase in phases if phase.steps], f"steps={steps}")
+    config = make_config({"sparsity": sparsity, **fixed})
+    if adaptive and config.is_thin:
+        raise ConfigError(
+            f"--sparsity {sparsity:g} sends too few entries for AdamW, which learns far less then; leave it out, or "
+            "give --optimizer sgd"
+        )
+    return Training(config, [Phase(1.0 - sparsity, steps)], f"sparsity={sparsity:g}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds that the exchange and momentum take in one step after the ramp-up."""
+    """Seconds that the exchange and momentum take in one step; ``sparse`` has one number for each phase."""
 
     dense: float
     half: float
-    sparse: float
+    sparse: tuple[float, ...]
 
-    def advice(self, sparsity: float) -> str:
-        """Return which option to set. Stay dense unless compression saves a tenth of the time."""
-        least = min(self.half, self.sparse)
+    def advice(self, training: Training) -> str:
+        """Return which option to set. Stay dense unless compression saves a tenth of the time in the whole training."""
+        steps = [phase.steps for phase in training.phases]
+        sparse = sum(n * seconds for n, seconds in zip(steps, self.sparse, strict=True)) / sum(steps)
+        least = min(self.half, sparse)
         if self.dense <= 1.1 * least:
             return "stay dense: no compression is faster here"
         if least == self.half:
             return "compression=hvd.Compression.fp16, or DDP's fp16_compress_hook"
-        return f"compression=dgc.Compression.dgc(sparsity={sparsity:g})"
+        return f"compression=dgc.Compression.dgc({training.option})"
 
 
-def measure(transport: Transport, elements: int, sparsity: float) -> Costs:
-    """Return the seconds for a model of ``elements`` parameters, the same on all ranks. Collective."""
+def measure(transport: Transport, elements: int, training: Training, *, defers: bool = False) -> Costs:
+    """Return the seconds for a model of ``elements`` parameters, the same on all ranks. Collective.
+
+    If ``defers``, received entries are applied one by one, as plain SGD does in PyTorch on a CPU.
+    """
     rows = min(_ROWS, max(1, elements // _COLUMNS))
-    config = DGCConfig(momentum=0.9, nesterov=False, weight_decay=0.0, sparsity=(sparsity,))
+    config = training.config
+    sparse = [dataclasses.replace(config, sparsity=(1.0 - p.density,), rampup_step=1) for p in training.phases]
     with contextlib.ExitStack() as opened:
         made: list[_TimedSteps] = []
 
         def make() -> dict[str, Any]:
-            for each in (dataclasses.replace(config, exclude=("*",)), config):
-                made.append(opened.enter_context(contextlib.closing(_TimedSteps(each, transport, rows))))
+            for each in (dataclasses.replace(config, exclude=("*",)), *sparse):
+                made.append(opened.enter_context(contextlib.closing(_TimedSteps(each, transport, rows, defers))))
             return {}
 
         agree_or_raise(transport, make, "measurements")
-        dense, sparse = (_median(steps.take) for steps in made)
+        dense, *each_phase = (_median(steps.take) for steps in made)
     whole = np.zeros(rows * _COLUMNS, np.float32)
     saved = _median(lambda: transport.allreduce(whole)) - _median(lambda: transport.allreduce(whole[::2].copy()))
     half = dense - min(max(saved, 0.0), dense)
-    seconds = np.array([dense, half, sparse]) * (elements / whole.size)
+    seconds = np.array([dense, half, *each_phase]) * (elements / whole.size)
     transport.allreduce(seconds, "max")
-    return Costs(*seconds.tolist())
+    dense, half, *each_phase = seconds.tolist()
+    return Costs(dense, half, tuple(each_phase))
 
 
 class _TimedSteps:
     """Runs steps of one tensor, from the gradient to the updated parameter."""
 
-    def __init__(self, config: DGCConfig, transport: Transport, rows: int) -> None:
+    def __init__(self, config: DGCConfig, transport: Transport, rows: int, defers: bool) -> None:
         layout = make_layout([Parameter("tensor", (rows, _COLUMNS), "float32")], config)
         self._exchange = Exchange(layout, config, transport, choose_kernels("cpu"))
-        self._options = StepOptions(defers=not config.exclude)
+        self._options = StepOptions(defers=defers and not config.exclude)
         self._numel, self._taken = layout.numel, 0
         last = _SHIFT * (_WARM_STEPS + _STEPS)
         self._values = np.random.default_rng(transport.rank).standard_normal(layout.numel + last, np.float32)
@@ -131,24 +177,23 @@ def run(arguments: argparse.Namespace, connect: Callable[[], Transport]) -> int:
         elements = elements_of(arguments.model) if arguments.model else arguments.parameters
         if elements < 1:
             raise ConfigError(f"--parameters is {elements}; allowed: a number of parameters >= 1")
+        training = training_of(arguments)
         transport = connect()
         if transport.size < 2:
             raise ConfigError(f"one process exchanges nothing; {LAUNCH}")
         hosts = len(set(gather_values(transport, socket.gethostname())))
-        found = measure(transport, elements, arguments.sparsity)
+        found = measure(transport, elements, training, defers=arguments.optimizer == "sgd")
     except Exception as error:
         sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
         return 1
     if transport.rank == 0:
         ranks = f"{transport.size} ranks on {'one host' if hosts == 1 else f'{hosts} hosts'} over {transport.name}"
-        lines = [f"{ranks}, {elements:,} parameters; exchange and momentum of a step:"]
-        ways = (
-            ("dense float32", found.dense),
-            ("16 bits", found.half),
-            (f"DGC, {1 - arguments.sparsity:.1%}", found.sparse),
-        )
-        lines += [f"  {way:<16}{1e3 * seconds:10.1f} ms" for way, seconds in ways]
-        lines.append(f"  {'set' if hosts > 1 else 'on this host alone'}: {found.advice(arguments.sparsity)}")
+        lines = [f"{ranks}, {elements:,} parameters, {arguments.optimizer}; exchange and momentum of a step:"]
+        ways = [("dense float32", found.dense, ""), ("16 bits", found.half, "")]
+        for phase, seconds in zip(training.phases, found.sparse, strict=True):
+            ways.append((f"DGC, {phase.density:.1%}", seconds, f"   in {phase.steps:,} steps"))
+        lines += [f"  {way:<16}{1e3 * seconds:10.1f} ms{where}" for way, seconds, where in ways]
+        lines.append(f"  {'set' if hosts > 1 else 'on this host alone'}: {found.advice(training)}")
         if hosts == 1:
             lines.append("  no network was seen, only this host's memory: for several hosts start bench on them")
         sys.stdout.write("\n".join([*lines, ""]))

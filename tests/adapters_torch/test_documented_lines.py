@@ -1,11 +1,14 @@
 """The lines of get-started.md, tutorial.md, from-paddle.md and from-bagua.md, with a small model, on two ranks."""
 
+import json
 import re
+import subprocess
+import sys
 import textwrap
 
 import pytest
 from documented import shown
-from launch_tools import run_mpi
+from launch_tools import REPOSITORY, run_mpi
 
 pytest.importorskip("torch")
 
@@ -72,7 +75,7 @@ def test_the_first_lines_under_torchrun_and_those_of_mixed_precision(ranks):
     begun = 'dist.init_process_group("gloo")'
     assert begun in build
     build = build.replace(begun, "from adapters_torch import torchrun_tools")  # which living ranks have done
-    script = f"{build}\ndel optimizer\n{START}{textwrap.indent(scaled, '    ')}\n{END}"
+    script = f"total_steps = 3\n{build}\ndel optimizer\n{START}{textwrap.indent(scaled, '    ')}\n{END}"
     assert ranks.run(script, 2, launcher="torchrun").values == [[True, 3]] * 2
 
 
@@ -95,6 +98,20 @@ def test_the_tutorials_script_goes_on_from_its_checkpoint(tmp_path):
     assert sorted(unbroken) == ["1", "2", "3"]
     assert sorted(epochs(2)) == ["1", "2"]
     assert epochs(3) == {"3": unbroken["3"]}
+
+
+@pytest.mark.mpi
+def test_one_cell_of_the_notebook_trains_on_two_ranks(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    subprocess.run([sys.executable, REPOSITORY / "tools" / "write_notebook.py", "--check"], check=True)
+    cells = json.loads((REPOSITORY / "examples" / "tutorial.ipynb").read_text())["cells"]
+    (code,) = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    exec(code.replace("epochs = 20", "epochs = 2"), {})
+    written = capsys.readouterr().out
+    assert "epoch  2: accuracy" in written, written
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
 
 
 def test_the_line_that_declares_an_optimizer():
