@@ -296,9 +296,10 @@ class CompressorBase(Generic[EngineT]):
             self.engine.reset()
 
     def close(self) -> None:
-        """End the communication threads."""
+        """End the communication threads, and forget the functions of :meth:`on_step`, which may hold open files."""
         if self.engine is not None:
             self.engine.close()
+        self._observers.clear()
 
 
 class Uncompressed:

@@ -174,7 +174,7 @@ class EngineBase(abc.ABC):
 
     @property
     def how_updated(self) -> str:
-        """How the latest results were applied: "sparse" (entry by entry), or "dense" and the reason."""
+        """How the latest results were applied: "sparse" (entry by entry), "dense" and the reason, or not known yet."""
         return "dense"
 
     def require_open(self, what: str) -> None:

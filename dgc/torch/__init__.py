@@ -1,9 +1,15 @@
-"""Deep Gradient Compression for PyTorch scripts that use Horovod or torch.distributed.
+"""Gradient compression for PyTorch scripts under torchrun or Horovod.
 
-import horovod.torch as hvd
-import dgc.torch as dgc
+With ``DistributedDataParallel``::
 
-optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=dgc.Compression.dgc())
+    import dgc.torch as dgc
+
+    compression = dgc.Compression.dgc(steps=epochs * len(loader))
+    dgc.ddp.register(model, optimizer, compression)
+
+In the place of ``DistributedDataParallel`` or of ``hvd.DistributedOptimizer``::
+
+    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
 """
 
 from dgc import errors
@@ -41,3 +47,7 @@ __all__ = [
 ]
 __all__ += errors.__all__
 __all__ += paddle.__all__
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -346,6 +346,8 @@ class Engine(EngineBase):
     @override
     def how_updated(self) -> str:
         reason = self.updates.reason
+        if reason == "":
+            return "known after the first step of this process"
         return "sparse" if reason is None else f"dense: {reason}"
 
     @override

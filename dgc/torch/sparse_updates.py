@@ -31,7 +31,7 @@ class SparseUpdates:
     ``synchronize()`` gets dense results; from its second step on they are written while the backward pass goes on.
 
     Attributes:
-        reason: why results are dense; None where updates are sparse.
+        reason: why results are dense; None where updates are sparse, and "" before the first step.
         applied: whether they were applied, until the next step begins.
         deferred: the sums of some buckets, for :meth:`apply`.
         obstacle: set by the caller of :meth:`apply`.
@@ -50,7 +50,7 @@ class SparseUpdates:
         self._apart: list[int] = []  # addresses of parameters that were found to share no memory
         self.deferred: Sequence[EntrySum] | None = None
         self.obstacle: Obstacle | None = None
-        self.reason: str | None = "no step was taken yet"
+        self.reason: str | None = ""
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """A step begins; returns whether sums of entries are to be deferred in it."""

@@ -1,6 +1,7 @@
 """Binding, and what is kept before it, without a framework."""
 
 import gc
+import weakref
 
 import pytest
 from fakes import FakeEngine, FakeHorovod, FakeSet
@@ -48,6 +49,21 @@ def test_nothing_remains_of_a_binding_that_failed():
         assert compressor.is_bound
         assert compressor.describe()["step"] == 1
         assert (compressor.undone, len(closed)) == (2, 2)
+
+    run_ranks(2, one_rank)
+
+
+def test_close_forgets_the_observers_so_that_their_files_are_written():
+    """DDP never frees its hook, which holds the compressor."""
+
+    def one_rank(transport):
+        compressor = Compressor(transport)
+        compressor.bind()
+        living = weakref.ref(compressor.on_step(lambda figures: figures))
+        compressor.engine.step()
+        assert living() is not None
+        compressor.close()
+        assert living() is None
 
     run_ranks(2, one_rank)
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import dgc
+
 FRAMEWORKS = {"torch": "dgc.torch", "tensorflow": "dgc.tensorflow", "keras": "dgc.tensorflow.keras"}
 
 SHOWN = """
@@ -22,7 +24,7 @@ print(json.dumps(dict(
     exports=sorted(dgc.__all__),
     missing=[n for n in dgc.__all__ if not hasattr(dgc, n)],
     errors=[n for n in dgc.__all__ if isinstance(getattr(dgc, n), type) and issubclass(getattr(dgc, n), DGCError)],
-    hidden=sorted(set(dgc.__all__) - set(dir(dgc))),
+    listed=dir(dgc),
     compression=sorted(dir(dgc.Compression)),
     options=inspect.getdoc(dgc.Compression.dgc),
     compressor=names,
@@ -68,8 +70,14 @@ ONLY = {
 def test_exports(faces):
     shared = {name: set(face["exports"]) - ONLY[name] for name, face in faces.items()}
     assert shared["torch"] == shared["tensorflow"] == shared["keras"]
-    assert [face["missing"] + face["hidden"] for face in faces.values()] == [[], [], []]
+    assert [face["missing"] for face in faces.values()] == [[], [], []]
+    assert all(face["listed"] == face["exports"] for face in faces.values()), "dir() shows what is public"
     assert len(faces["keras"]["errors"]) == 7
+
+
+def test_the_package_alone_names_the_adapters():
+    with pytest.raises(AttributeError, match="import the adapter of your framework"):
+        _ = dgc.Compression
 
 
 def test_each_loads_its_own_framework(faces):

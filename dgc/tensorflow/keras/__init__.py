@@ -33,3 +33,7 @@ __all__ = [
 ]
 __all__ += errors.__all__
 __all__ += paddle.__all__
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

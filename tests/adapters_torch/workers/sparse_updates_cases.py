@@ -411,6 +411,7 @@ def a_backward_pass_after_results_that_were_not_written_is_refused(way):
     """Where dense training adds to all of them."""
     model = make_model(width=128)
     optimizer, compression = wrap(way, model, sgd(model, momentum=0.0), **SPARSE)
+    assert compression.describe()["updates"] == "known after the first step of this process"
     plain(optimizer, model, 0)
     assert compression.describe()["updates"] == "sparse"
 
