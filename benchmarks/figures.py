@@ -20,6 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 METADATA = {"Date": None, "Creator": None}
 """With these, and a fixed salt, the same results give the same file."""
+SIZE = (5, 3.6)  # inches: on a phone, the letters are then as large as those of the text
 
 LINES = {
     "dense": ("dense float32", "C3", "o-"),
@@ -42,7 +43,7 @@ TRAININGS = {
 def step_time() -> Path:
     """Draw step times."""
     rows = json.loads((RESULTS / "end-to-end-bandwidth.json").read_text())["rows"]
-    figure, axes = plt.subplots(figsize=(7, 3.8))
+    figure, axes = plt.subplots(figsize=SIZE)
     for method, (label, color, style) in LINES.items():
         points = sorted((row["carried"] / 1e6, row["ratio_to_none"]) for row in rows if row["method"] == method)
         rates, ratios = [rate for rate, _ in points], [ratio for _, ratio in points]
@@ -62,7 +63,7 @@ def step_time() -> Path:
 def adamw() -> Path:
     """Draw the loss of a GPT."""
     found = json.loads((RESULTS / "adaptive-gpt-10m.json").read_text())
-    figure, axes = plt.subplots(figsize=(7, 3.8))
+    figure, axes = plt.subplots(figsize=SIZE)
     for row in found["rows"]:
         label, color, style = TRAININGS[row["setting"]]
         fewer = f", {row['fewer']:.0f} times fewer bytes" if row["fewer"] > 1 else ""
