@@ -60,7 +60,7 @@ class DistributedJob(Job):
 
     def ranks(self) -> list[int]:
         """Return these ranks' numbers among all ranks; only this process' number if it is not one of them."""
-        return dist.get_process_group_ranks(self._group) if self.included else [dist.get_rank()]
+        return dist.get_process_group_ranks(self._group or dist.group.WORLD) if self.included else [dist.get_rank()]
 
     def require_ready(self) -> None:  # noqa: D102
         if not (dist.is_available() and dist.is_initialized()):
@@ -218,7 +218,8 @@ class DistributedTransport(LibraryTransport):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         # dist.new_group() is not used. It names a new group after the number of the rank's groups. This number may
         # differ between ranks, and repeats after a group was destroyed; both would hang.
-        name, store = f"dgc/{dist.get_process_group_ranks(group)}", dist.distributed_c10d._get_default_store()
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # PyTorch 2.4 takes no None
+        name, store = f"dgc/{ranks}", dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
         self._group = _Group(dist.ProcessGroupGloo(store, rank, size, _timeout_of(group)))
         weakref.finalize(self, self._group.end, _EXIT_PATIENCE, at_exit=True)
@@ -267,7 +268,7 @@ class DistributedTransport(LibraryTransport):
 
 def _timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
     """Return the timeout of ``group``'s collectives, which was given to ``init_process_group()``."""
-    group = group or dist.distributed_c10d._get_default_group()
+    group = group or dist.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types]
     known = [backend.options._timeout for backend in backends if hasattr(getattr(backend, "options", None), "_timeout")]
     return known[0] if known else dist.default_pg_timeout
