@@ -86,10 +86,12 @@ demo: $(TRAINS) ## dense beside DGC on PyTorch, one seed, with a picture of both
 demo-tensorflow: $(TRAINS) ## the same on TensorFlow
 	$(BIN)/python examples/demo_tensorflow.py --seeds $(shell seq 1 $(SEEDS))
 
-docs: setup ## build the site into build/site, warnings are errors
-	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[docs]"
+docs: ## build the site into build/site in an environment of its own, warnings are errors
+	@[ -x .venv-docs/bin/pip ] || $(PYTHON) -m venv .venv-docs
+	@[ .venv-docs/.done -nt pyproject.toml ] || .venv-docs/bin/pip install --quiet -e ".[docs]"
+	@touch .venv-docs/.done
 	DGC_REPOSITORY="$${DGC_REPOSITORY-$$(git remote get-url origin 2>/dev/null | sed -E 's|^git@([^:]+):|https://\1/|; s|\.git$$||' | grep '^http' || true)}" \
-	  NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	  NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 figures: setup ## draw docs/step-time.svg from benchmarks/results
 	$(BIN)/python benchmarks/figures.py
@@ -117,6 +119,7 @@ lint: setup ## ruff, mypy (strict on core, transport and adapter) and the import
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy dgc
 	$(BIN)/python tools/write_signatures.py --check
+	$(BIN)/python tools/write_notebook.py --check
 	MYPYPATH=benchmarks:benchmarks/chaos $(BIN)/mypy --explicit-package-bases --follow-imports=silent --exclude benchmarks/tests benchmarks
 	$(BIN)/lint-imports
 
@@ -125,5 +128,5 @@ format: setup ## let ruff rewrite the sources
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and builds (Horovod's wheel stays in the user's cache)
-	rm -rf .venv .venv-quickstart build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-docs .venv-quickstart build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
