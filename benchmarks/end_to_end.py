@@ -28,7 +28,7 @@ from typing import Any
 BENCHMARKS = Path(__file__).resolve().parent
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 
-from machine import facts  # noqa: E402
+from machine import facts, one_item_a_line  # noqa: E402
 from network.lab import Lab, LabError  # noqa: E402
 from network.launch import LAUNCHERS, command  # noqa: E402
 from training.methods import METHODS  # noqa: E402
@@ -148,7 +148,7 @@ def main() -> int:
             for name in ("pairs", "steps", "warm", "threads", "pin", "real_time", "apart", "launcher", "weight_decay")
         }
         report = {**facts("torch", "horovod", "numpy", "numba", "mpi4py"), **settings, "rows": rows}
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        given.json.write_text(one_item_a_line(report))
     if given.plots:
         given.plots.mkdir(parents=True, exist_ok=True)
         plot(rows, given.plots)

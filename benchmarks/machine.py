@@ -1,8 +1,9 @@
-"""Describe the machine on which a benchmark runs."""
+"""Describe the machine on which a benchmark runs, and write what it found."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 from pathlib import Path
@@ -28,3 +29,12 @@ def facts(*packages: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def one_item_a_line(content: dict[str, Any]) -> str:
+    """Return JSON with a line for each value, and for each item of a list, such as a row of a table."""
+    lines = []
+    for key, value in content.items():
+        items = isinstance(value, list) and "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {items or json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -29,7 +29,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from machine import facts  # noqa: E402
+from machine import facts, one_item_a_line  # noqa: E402
 from network.lab import Lab, LabError  # noqa: E402
 from network.launch import command  # noqa: E402
 from network.links import own_counters  # noqa: E402
@@ -233,7 +233,7 @@ def main() -> int:
     if given.json:
         settings = {name: getattr(given, name) for name in ("ranks", "rounds", "steps", "training_steps", "pin")}
         report = {**facts("torch", "numpy", "numba", "mpi4py"), **settings, "rows": rows}
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        given.json.write_text(one_item_a_line(report))
     return 0
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import json
 import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import facts
+from benchmarks.machine import facts, one_item_a_line
 from evidence.application import SCALES, EvidenceError
 from evidence.applications import CLASSES, application_class
 from evidence.data.cache import write_atomically
@@ -136,8 +135,8 @@ def _packages(framework: str) -> list[str]:
     return ["numpy", "horovod", *(name for name in candidates if name in installed)]
 
 
-def _write_json(path: Path, content: Any) -> None:
-    data = json.dumps(content, indent=1).encode()
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    data = one_item_a_line(content).encode()
     write_atomically(path, lambda file: file.write(data))
 
 

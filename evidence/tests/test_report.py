@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks.machine import one_item_a_line
 from evidence.__main__ import PAGE, RESULTS
 from evidence.application import EvidenceError
 from evidence.report.groups import load_groups, metric_texts, verdict
@@ -170,3 +171,10 @@ def test_the_page_is_that_of_the_results(tmp_path):
     page = tmp_path / PAGE.name
     write_page(RESULTS, page, {})
     assert page.read_text() == PAGE.read_text()
+
+
+def test_a_result_has_a_line_for_each_row_of_its_curve():
+    content = {"seconds": 1.5, "facts": {"data": "some"}, "none": [], "curve": [{"epoch": 1}, {"epoch": 2}]}
+    text = one_item_a_line(content)
+    assert json.loads(text) == content
+    assert '\n  {"epoch": 2}\n' in text
