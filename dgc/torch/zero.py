@@ -37,7 +37,7 @@ _ADVICE = (
 )
 
 
-def owners_of(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+def assign_owners(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     """Choose, for each group, the rank that owns each parameter.
 
     The largest parameters of a group are placed first, each on the rank with the fewest elements. Loads are carried
@@ -174,7 +174,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _share_out(self) -> None:
         _require_shardable(self.param_groups)
         numels = [[p.numel() for p in group["params"]] for group in self.param_groups]
-        self._owners = owners_of(numels, self._transport.size)
+        self._owners = assign_owners(numels, self._transport.size)
 
     def _settle(self) -> None:
         for group, local in zip(self.param_groups, self.optim.param_groups, strict=True):

@@ -52,7 +52,7 @@ def _slots(inner: Optimizer) -> list[Any]:
 PACKAGE = "dgc"
 
 
-def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
+def wrap_keras3(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
     """Wrap ``optimizer`` in the distributed optimizer that fits it.
 
     Under the policy mixed_float16, Keras wraps every other optimizer in a LossScaleOptimizer, and each rank would

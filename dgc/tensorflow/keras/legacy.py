@@ -19,7 +19,7 @@ from dgc.tensorflow.reduce import Gradient, HasSettings, Settings
 from dgc.tensorflow.tensors import ACCUMULATED, Variable
 
 
-def wrap(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
+def wrap_legacy(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
     """Make ``optimizer`` distributed, in place."""
     inner = without_loss_scale(optimizer)
     if inner is not optimizer and settings.options.passes > 1:
@@ -86,7 +86,7 @@ class Distributed(HasSettings, _Base):
         base: Any = cls.__bases__[-1]
         inner = dict(config["inner"])
         inner.pop("is_legacy_optimizer", None)
-        return wrap(base.from_config(inner), Settings.from_config(config["settings"]), None)
+        return wrap_legacy(base.from_config(inner), Settings.from_config(config["settings"]), None)
 
 
 @functools.cache

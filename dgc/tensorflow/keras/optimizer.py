@@ -53,10 +53,12 @@ def DistributedOptimizer(
     if ours is not None and not ours._dgc_settings.lost:
         raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer only once")
     if kind == KERAS3:
-        from dgc.tensorflow.keras.keras3 import wrap
-    else:
-        from dgc.tensorflow.keras.legacy import wrap
-    return wrap(optimizer, settings, name)
+        from dgc.tensorflow.keras.keras3 import wrap_keras3
+
+        return wrap_keras3(optimizer, settings, name)
+    from dgc.tensorflow.keras.legacy import wrap_legacy
+
+    return wrap_legacy(optimizer, settings, name)
 
 
 def load_model(
