@@ -52,7 +52,7 @@ def measure_job(arguments: argparse.Namespace) -> int:
     """Measure a step's exchange in this job."""
     from dgc.adapter import bench
 
-    return bench.run(arguments, _connect)
+    return bench.run_bench(arguments, _connect)
 
 
 def compile_now(arguments: argparse.Namespace) -> int:

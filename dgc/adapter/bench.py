@@ -171,7 +171,7 @@ def elements_of(model: str) -> int:
         raise ConfigError(f"--model {model}: {type(error).__name__}: {error}; give module:function") from error
 
 
-def run(arguments: argparse.Namespace, connect: Callable[[], Transport]) -> int:
+def run_bench(arguments: argparse.Namespace, connect: Callable[[], Transport]) -> int:
     """Measure, and write the result on rank 0. If an error prevents that, write one line about it and return 1."""
     try:
         elements = elements_of(arguments.model) if arguments.model else arguments.parameters

@@ -88,11 +88,11 @@ def test_what_cannot_be_measured_is_one_line(capsys, monkeypatch):
     def gone():
         raise RuntimeError("rank 1 is gone\nmore")
 
-    assert bench.run(arguments(model="no_such_module:make"), lambda: None) == 1
-    assert bench.run(arguments(parameters=0), lambda: None) == 1
-    assert bench.run(arguments(), lambda: types.SimpleNamespace(size=1, rank=0)) == 1
-    assert bench.run(arguments(steps=0), lambda: None) == 1
-    assert bench.run(arguments(), gone) == 1
+    assert bench.run_bench(arguments(model="no_such_module:make"), lambda: None) == 1
+    assert bench.run_bench(arguments(parameters=0), lambda: None) == 1
+    assert bench.run_bench(arguments(), lambda: types.SimpleNamespace(size=1, rank=0)) == 1
+    assert bench.run_bench(arguments(steps=0), lambda: None) == 1
+    assert bench.run_bench(arguments(), gone) == 1
     for name in list(os.environ):
         if name.startswith(("HOROVOD_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
