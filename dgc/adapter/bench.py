@@ -1,8 +1,8 @@
-"""``python -m dgc bench``: the time of a step's exchange in this job, dense, in 16 bits and with DGC.
+"""``python -m dgc bench``: measure the time of a step's exchange in this job, dense, in 16 bits and with DGC.
 
 DGC sends what ``steps=`` chooses for a training of that length with that optimizer. The command times real exchanges of
-one tensor over the job's transport, while no backward pass runs. The slowest rank's time
-counts. The time for a larger model is computed in proportion to its size.
+one tensor over the job's transport, while no backward pass runs. The slowest rank's time counts. The time for a larger
+model is computed in proportion to its size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAUNCH = (
 _COLUMNS, _ROWS = 1024, 4096  # the largest shape of the tensor that is exchanged: 16 MiB of gradient
 _WARM_STEPS = 3  # first steps, not timed: memory is touched and thresholds settle
 _STEPS = 7  # timed steps, whose median counts
-_SHIFT = 4096  # how far the gradient of the next step begins in the random values
+_SHIFT = 4096  # the gradient of each step begins this much further in the random values
 
 
 class Phase(NamedTuple):
@@ -49,7 +49,7 @@ class Phase(NamedTuple):
 
 
 class Training(NamedTuple):
-    """A training whose exchange is measured, and the compressor's option for it."""
+    """A training and its compressor's option; the training's exchange is measured."""
 
     config: DGCConfig
     phases: list[Phase]
@@ -138,7 +138,7 @@ class _TimedSteps:
         self._parameter, self._result = np.zeros(layout.numel, np.float32), np.zeros(layout.numel, np.float32)
 
     def take(self) -> None:
-        # Each step has another gradient, as in training: with a constant one residuals would grow steadily.
+        # Each step has another gradient, as in training. With a constant gradient, residuals would grow steadily.
         gradient = self._values[_SHIFT * self._taken :][: self._numel]
         self._taken += 1
         self._exchange.begin(self._options)

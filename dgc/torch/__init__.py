@@ -7,7 +7,7 @@ With ``DistributedDataParallel``::
     compression = dgc.Compression.dgc(steps=epochs * len(loader))
     dgc.ddp.register(model, optimizer, compression)
 
-In the place of ``DistributedDataParallel`` or of ``hvd.DistributedOptimizer``::
+Instead of ``DistributedDataParallel`` or ``hvd.DistributedOptimizer``::
 
     optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
 """
