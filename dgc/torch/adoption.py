@@ -409,6 +409,11 @@ def updating_class(optimizer: torch.optim.Optimizer | None) -> type:
     return sharded if isinstance(sharded, type) else type(optimizer)
 
 
+def users_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the user's class of an optimizer, without the class that Horovod derives from it."""
+    return next(cls for cls in type(optimizer).__mro__ if "skip_synchronize" not in vars(cls))
+
+
 def is_empty_entry(entry: object) -> bool:
     """Return whether an entry of an optimizer's state holds nothing."""
     return isinstance(entry, dict) and all(value is None for value in entry.values())

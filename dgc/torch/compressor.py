@@ -110,7 +110,7 @@ class DGCCompressor(HorovodCompressor):
                 warn_of_thin_updates(updating_class(optimizer).__name__, self.config)
         if optimizer is not None and (mark := take_mark(optimizer.param_groups)) and not had_state:
             if self.engine is not None:
-                self.engine.front_end.saved.mark = mark
+                self.engine.saved.mark = mark
             elif self.takes_part and is_of_moment(optimizer, mark):
                 warnings.warn(_DROPPED, RuntimeWarning, stacklevel=3)
         if stock and self.engine is not None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,9 @@ from dgc.adapter.agreement import require_agreement
 from dgc.adapter.compressor import Uncompressed
 from dgc.core.checks import brief
 from dgc.core.config import DEFAULT_BUCKET_BYTES
-from dgc.errors import ConfigError, LayoutError, TransportError
+from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
 from dgc.torch.distributed import DistributedJob
-from dgc.torch.front_end import closure_of, only_makes_state, refuse_strange_gradients, with_closure
-from dgc.torch.optimizer_methods import HandedOver, OptimizerMethods
-from dgc.torch.scaler import steps_by_scaler
-from dgc.torch.tensors import local, scattered_values
-from dgc.torch.untraced import untraced, weakly
+from dgc.torch.tensors import local
 
 
 def dense_type(compression: object) -> str:
@@ -79,97 +74,55 @@ def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: 
         transport.close()
 
 
-class DenseSteps(OptimizerMethods):
-    """Averages one optimizer's gradients over the ranks of a process group before each step."""
+class DenseEngine:
+    """What an :class:`~dgc.torch.engine.Engine` is to a front end, with dense sums of one process group's ranks.
+
+    Attributes:
+        parameters, names: in the order in which a backward pass reaches them, the last one first.
+        left_alone: parameters of which no rank had a gradient in the latest step.
+    """
+
+    keeps_sparse = is_scaled = was_broadcast = False
+    error: DGCError | None = None
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        named: Sequence[tuple[str, torch.Tensor]],
-        job: DistributedJob,
-        half: bool,
-        average: bool,
-        sparse_as_dense: bool,
+        self, named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, half: bool, average: bool
     ) -> None:
-        """Register hooks, after :func:`agree`; the optimizer, whose pairs ``named`` are, keeps this object alive.
-
-        ``half`` sends float16; without ``average`` gradients are added up.
-        """
-        # The last parameters' gradients are there first.
+        """Take an optimizer's pairs, after :func:`agree`. ``half`` sends float16; without ``average`` sums remain."""
         trained = {id(p): (n, p) for n, p in reversed(named) if p.requires_grad}
-        names, parameters = [n for n, _ in trained.values()], [p for _, p in trained.values()]
-        self._group, self._divisor = job.members, job.size if average else 1
-        self._half, self._sparse_as_dense = half, sparse_as_dense
-        self._buckets = _buckets_of(parameters)
+        self.names, self.parameters = [n for n, _ in trained.values()], [p for _, p in trained.values()]
+        self.left_alone: set[int] = set()
+        self._group, self._divisor, self._half = job.members, job.size if average else 1, half
+        self._buckets = _buckets_of(self.parameters)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
-        self._owner = weakref.ref(optimizer)
-        self.count_passes(parameters, names)
-        # The public way to give a class's step() torch's hooks again, where a script has replaced it since.
-        torch.optim.Optimizer.__setstate__(optimizer, {})
-        hooks = [p.register_post_accumulate_grad_hook(weakly(self.arrived, i)) for i, p in enumerate(parameters)]
-        hooks.append(optimizer.register_step_pre_hook(weakly(self._before_step)))
-        hooks.append(optimizer.register_step_post_hook(weakly(self._after_step)))
-        weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
+        self._begin()
 
-    # -- around the optimizer's step ---------------------------------------------------------------------------------
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Exchange before the optimizer's own update; what a closure computes is exchanged when it returns."""
-        closure = closure_of(args, kwargs)
-        exchanging = self.first_handed_over()
-        if self._skipping:
-            if exchanging is not None:
-                raise LayoutError("step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first")
-        elif self.begun or (closure is None and not only_makes_state(optimizer, self._parameters)):
-            if exchanging is not None and steps_by_scaler():
-                self.fail_changed(exchanging)  # it has divided gradients by its scale
-            vars(optimizer)["synchronize"]()
-        refuse_strange_gradients(optimizer, set(map(id, self._parameters)))
-        if closure is None:
-            return None
-
-        @untraced
-        def followed() -> Any:
-            loss = closure()
-            if self.begun:
-                vars(optimizer)["synchronize"]()
-            return loss
-
-        return with_closure(args, kwargs, followed)
-
-    def _after_step(self, *_: object) -> None:
-        self.averaged = False
-
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def begin_anew(self) -> None:  # noqa: D102
-        super().begin_anew()
-        self._begun_buckets = 0
+    def _begin(self) -> None:
+        self._gradients: dict[int, torch.Tensor] = {}
         self._absent: set[int] = set()  # parameters without a gradient on this rank
+        self._begun_buckets = 0
         for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
 
-    def hand_over(self, index: int, p: torch.Tensor) -> None:  # noqa: D102
-        if p.grad is None:
+    def submit(self, index: int, gradient: torch.Tensor, *, absent: bool = False) -> torch.Tensor:
+        """Hand over a gradient, or zeros if it is ``absent`` on this rank; returns the tensor of the result."""
+        if gradient.is_sparse:
+            raise ConfigError(
+                f"{self.names[index]!r} has sparse gradients: give sparse_as_dense=True to "
+                "dgc.torch.DistributedOptimizer, or build the embedding with sparse=False"
+            )
+        if absent:
             self._absent.add(index)
-            p.grad = torch.zeros_like(p)
-        if p.grad.is_sparse:
-            if not self._sparse_as_dense:
-                raise ConfigError(
-                    f"{self._names[index]!r} has sparse gradients: give sparse_as_dense=True to "
-                    "dgc.torch.DistributedOptimizer, or build the embedding with sparse=False"
-                )
-            p.grad = p.grad.to_dense()
-        values = scattered_values(p.grad) if index in self._sharded else None
-        self._handed[index] = HandedOver(p.grad, p.grad._version, p.grad, values)
+        self._gradients[index] = gradient
         self._bucket_of[index].waiting -= 1
         while self._begun_buckets < len(self._buckets) and not self._buckets[self._begun_buckets].waiting:
-            self._begin(self._buckets[self._begun_buckets])
+            self._send(self._buckets[self._begun_buckets])
             self._begun_buckets += 1
+        return gradient
 
-    def _begin(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: _Bucket) -> None:
         """Begin the sum of a bucket, in the order of buckets."""
-        gradients = [local(self._handed[i].gradient).detach().reshape(-1) for i in bucket.members]
+        gradients = [local(self._gradients[i]).detach().reshape(-1) for i in bucket.members]
         present = torch.ones(len(gradients), dtype=gradients[0].dtype, device=gradients[0].device)
         for place, i in enumerate(bucket.members):
             if i in self._absent:
@@ -179,9 +132,12 @@ class DenseSteps(OptimizerMethods):
         with _failing_as_ours():
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
-    def deliver(self) -> None:  # noqa: D102
+    def finish(self, update_follows: bool = False) -> None:
+        """Wait for all sums, and write them into the gradients."""
+        self.left_alone = set()
         for bucket in self._buckets:
             self._deliver(bucket)
+        self._begin()
 
     def _deliver(self, bucket: _Bucket) -> None:
         """Wait for a bucket's sums; a parameter that has no gradient on any rank keeps none, as under DDP."""
@@ -189,17 +145,31 @@ class DenseSteps(OptimizerMethods):
         assert bucket.work is not None
         with _failing_as_ours():
             bucket.work.wait()
-        gradients = [self._handed[i].gradient for i in bucket.members]
-        *sums, present = bucket.flat.split([*(local(g).numel() for g in gradients), len(gradients)])
+        gradients = [local(self._gradients[i]) for i in bucket.members]
+        *sums, present = bucket.flat.split([*(g.numel() for g in gradients), len(gradients)])
         for place, (i, gradient, total) in enumerate(zip(bucket.members, gradients, sums, strict=True)):
             if i in self._absent and not present[place]:
-                self._parameters[i].grad = None
+                self.left_alone.add(i)
             else:
-                local(gradient).copy_(total.view(local(gradient).shape))
+                gradient.copy_(total.view(gradient.shape))
         bucket.flat.set_()  # gives its memory back: the collective refers to it
         if not bucket.flat.is_cuda:
             _LATEST.append(bucket.work)
         bucket.work = bucket.flat = None
+
+    def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
+        """Raise an error, on this rank alone."""
+        raise error
+
+    def hands_back(self) -> bool:
+        """Return whether another ``synchronize()`` hands back the latest results: always."""
+        return True
+
+    def _nothing(self, *_: object) -> None:
+        """No option of the optimizer is applied here, and ``.grad`` holds mean gradients between two steps."""
+
+    follow = owned_by = begin_update = end_update = refuse_another = made_state = warn_of_scaler = _nothing
+    refuse_results = results_cleared = _nothing
 
 
 @contextlib.contextmanager

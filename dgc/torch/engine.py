@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from typing_extensions import override
 
 from dgc.adapter.agreement import require_replicas
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.warm_up import compiled
-from dgc.core.collectives import Transport, gather_values
+from dgc.core.collectives import Transport
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.encoders import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
@@ -28,7 +27,9 @@ from dgc.core.layout import Layout, make_layout
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.adoption import Adoption
 from dgc.torch.front_end import FrontEnd, learning_rates_of
-from dgc.torch.saved_state import Change
+from dgc.torch.joined_options import share_options
+from dgc.torch.saved_state import Change, SavedState
+from dgc.torch.scaler import warn_of_unknown_scaler
 from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, sum_of_bits, tensors_for
 
@@ -52,6 +53,7 @@ class Engine(EngineBase):
     Attributes:
         parameters: the compressed tensors in registration order.
         front_end: hands over gradients, and follows the steps of the optimizer.
+        saved: what was loaded into the optimizer since its last step.
         updates: whether results are applied as entries.
         decays_by_sign: indices of parameters whose decay is that of their signs (L1).
         excluded: indices of parameters that the option ``exclude`` names: they are sent dense.
@@ -67,6 +69,7 @@ class Engine(EngineBase):
     advice = "Build the same model and optimizer on every rank; what one rank loads, load after wrapping and broadcast."
     adoption: Adoption
     exchange: Exchange
+    keeps_sparse = True  # a sparse gradient stays sparse where its result is dense
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class Engine(EngineBase):
         self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
         self._replicas_compared = self._results_compared = False
         self._delivered = False  # whether .grad may hold the latest step's results
+        self._update_follows = False  # whether the optimizer uses the results before the script can see them
         self.error: DGCError | None = None
         self.decays_by_sign: set[int] = set()
         self.is_scaled = callable(loss_scale) or loss_scale != 1.0
@@ -113,19 +117,19 @@ class Engine(EngineBase):
         sparse = self.layout.sparse_numel
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, sparse, self.layout.numel - sparse)
         self.front_end = FrontEnd(self)
+        self.saved = SavedState(self.adoption, lambda: self.front_end.begin_anew())
 
     def follow(self, front_end: FrontEnd) -> None:
         """Let a front end hand over gradients and follow the optimizer's steps."""
         self.front_end.end()
-        front_end.saved.take_over(self.front_end.saved)
         self.front_end = front_end
 
     # -- one step: collect, exchange, deliver ------------------------------------------------------------------------
 
     @property
-    def in_step(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a step has begun and not ended."""
-        return self._opened or self.exchange.in_step
+        return self._opened or self.exchange.latest.under_way
 
     def begin(self) -> None:
         """Open a step, whose gradients are handed over later."""
@@ -166,20 +170,25 @@ class Engine(EngineBase):
             raise
         return result
 
-    def finish(self) -> None:
-        """Wait for all results of the step, and deliver them. Calling it again before the next step does nothing."""
+    def finish(self, update_follows: bool = False) -> None:
+        """Wait for all results of the step, and deliver them. Calling it again before the next step does nothing.
+
+        ``update_follows`` says that the optimizer uses the results before the script can see them. Then they may be
+        applied as entries, by :meth:`begin_update`, instead of being written.
+        """
         if self.error is not None:
             raise self.error
         if not self.exchange.latest.under_way:
             self._opened = False
             return
+        self._update_follows = update_follows
         try:
             for index in self.exchange.missing():  # Horovod keeps a sparse gradient to itself
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
                     self.refuse_sparse(index)
             self.exchange.finish()
             self.left_alone = self.exchange.left_alone
-            if self.updates.will_apply(self.front_end.owner, self.front_end.in_step):
+            if self.updates.will_apply(self.front_end.owner, update_follows):
                 self.updates.deferred = self.exchange.deferred()
             else:
                 self.exchange.write_deferred()
@@ -187,7 +196,6 @@ class Engine(EngineBase):
             self.error, self._opened = error, False
             raise
         finally:
-            self.front_end.in_step = False
             # Until here the kernels may write to memory that they were given.
             self._tensors.release()
         self._deliver()
@@ -227,11 +235,11 @@ class Engine(EngineBase):
         owner = self.front_end.owner
         if self.on_step_begin is not None:
             self.on_step_begin()
-        self._opened, self._delivered = True, False
-        self.front_end.update_ended()
+        self._opened, self._delivered, self._results_compared = True, False, False
+        self.front_end.step_opens()
         self._memory.begin()
         defers = self.updates.begin(owner)
-        change = self.front_end.saved.change(self.transport, owner)
+        change = self.saved.change(self.transport, owner)
         if owner is not None:
             with self.adoption.shown(owner):  # Horovod's optimizer exchanges within step()
                 try:
@@ -253,7 +261,7 @@ class Engine(EngineBase):
         if (change.restored or change.stepped) and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
             warms_up = bool(self._config.rampup_begin_step) or len(self._config.sparsity) > 1
-            self.front_end.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
+            self.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
         self._replicas_compared &= not (change.restored or change.broadcast)
 
     def _deliver(self) -> None:
@@ -285,6 +293,43 @@ class Engine(EngineBase):
             self.exchange.write_deferred()
             self._deliver()  # as the others do
 
+    # -- around the optimizer's update ---------------------------------------------------------------------------------
+
+    def owned_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow what is loaded into the optimizer that steps the parameters."""
+        self.saved.follow(optimizer)
+
+    @property
+    def was_broadcast(self) -> bool:
+        """Whether the optimizer's state was broadcast since its last step."""
+        return self.saved.pending.broadcast
+
+    def hide_decay(self, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Let a step make a state of zeros, as the compressor has the decay; returns the parameters with copies."""
+        self.adoption.hide(optimizer, ("weight_decay",))
+        return [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+
+    def made_state(self) -> None:
+        """Note that torch's distributed checkpoints had the optimizer make its state."""
+        self.saved.made_state()
+
+    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hide the options that the compressor applies, and apply the results that were not written."""
+        self.adoption.hide(optimizer)
+        self.updates.apply(optimizer)
+
+    def end_update(self) -> None:
+        """Show the user's options again."""
+        self.adoption.show()
+
+    def refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse that an optimizer steps which is not the owner, if the compressor applies the owner's options."""
+        self.adoption.refuse_another(optimizer)
+
+    def warn_of_scaler(self) -> None:
+        """Warn that a GradScaler steps the optimizer whose scale the compressor does not know."""
+        warn_of_unknown_scaler()
+
     # -- what .grad holds between two steps ----------------------------------------------------------------------------
 
     def results_cleared(self) -> None:
@@ -313,11 +358,14 @@ class Engine(EngineBase):
                 why = _VELOCITY if self.adoption.has_velocity else _UNWRITTEN
                 self.fail(ConfigError(why), i)
 
-    def hands_back(self) -> bool:
-        """Return whether another ``synchronize()`` hands back the latest results; the ranks compare them once."""
-        if self.error is not None or self.in_step:
+    def hands_back(self, once: bool = False) -> bool:
+        """Return whether another ``synchronize()`` hands back the latest results, which the ranks compare.
+
+        With ``once`` they compare them once in a step: Horovod's optimizer asks for each gradient.
+        """
+        if self.error is not None or self.is_open:
             return False
-        if self._results_compared:
+        if once and self._results_compared:
             return True
         self._results_compared = True
         absent = [p.grad is None or p.grad.is_sparse for p in self.parameters]
@@ -358,13 +406,13 @@ class Engine(EngineBase):
     def _take_state(self, saved: dict[str, Any]) -> None:
         self.exchange.load_state_dict(saved)
         self._clear()
-        self.front_end.saved.compressor_loaded()
+        self.saved.compressor_loaded()
 
     @override
     def _clear(self) -> None:
         self._pending.clear()
         self.error, self._untold, self._opened, self._delivered = None, False, False, False
-        self.front_end.saved.forget()  # the ranks may have met the failure before or after they asked each other
+        self.saved.forget()  # the ranks may have met the failure before or after they asked each other
         self._replicas_compared = self._results_compared = False
 
     @override
@@ -380,59 +428,9 @@ class Engine(EngineBase):
 
         def meet_joined(step: Step) -> None:
             if (engine := itself()) is not None:
-                front_end, adoption = engine.front_end, engine.adoption
-                assert front_end.owner is not None, "it has begun the step"
-                at_once = front_end.drives and front_end.in_step
-                engine.follows = share_options(engine.between, step, adoption, front_end.owner, at_once)
+                owner = engine.front_end.owner
+                assert owner is not None, "it has begun the step"
+                engine.follows = share_options(engine.between, step, engine.adoption, owner, engine._update_follows)
 
         self.exchange.on_joined = meet_joined
         self._exchange = self.exchange
-
-
-def share_options(
-    transport: Transport,
-    step: Step,
-    adoption: Adoption,
-    optimizer: torch.optim.Optimizer,
-    updates: bool,
-) -> bool:
-    """Give ranks that have joined the options of one that trains. Collective."""
-    with adoption.shown(optimizer):
-        rows = gather_values(transport, [updates, option_values(optimizer)])
-        trains, options = rows[min(set(range(transport.size)) - set(step.joined))]
-        if transport.rank in step.joined:
-            set_option_values(optimizer, options)
-            adoption.read(optimizer, step.number)
-            step.hyper = adoption.hyper.chosen(range(len(adoption.hyper.momentum)))
-    return bool(trains)
-
-
-def option_values(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The numbers among all groups' options for JSON, in a fixed order; None in the place of anything else."""
-    return [_number(group[name]) for group in optimizer.param_groups for name in optimizer.defaults]
-
-
-def set_option_values(optimizer: torch.optim.Optimizer, values: Sequence[Any]) -> None:
-    """Overwrite the numbers among all groups' options by what :func:`option_values` returned on another rank."""
-    left = iter(values)
-    for group in optimizer.param_groups:
-        for name in optimizer.defaults:
-            group[name] = _overwritten(group[name], next(left))
-
-
-def _number(value: object) -> Any:
-    if isinstance(value, tuple):
-        return list(map(_number, value))
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, np.floating):
-        return float(value)
-    return value if isinstance(value, (int, float)) else None
-
-
-def _overwritten(own: object, came: Any) -> Any:
-    if isinstance(own, tuple):
-        return tuple(map(_overwritten, own, came))
-    if isinstance(own, torch.Tensor):
-        return own.copy_(torch.as_tensor(came))
-    return own if came is None else came

@@ -1,8 +1,17 @@
-"""What the front ends share: hooks before and after ``step()`` of the optimizer whose parameters an engine exchanges.
+"""What the front ends share: they act around ``step()`` of the optimizer whose parameters an engine exchanges.
 
 A front end says when a gradient is there and when results are needed. There are three: dgc's own optimizer
-(``optimizer.py``), DDP's hook (``ddp.py``) and Horovod's own optimizer (``horovod_optimizer.py``). A step is a
-transaction of the :class:`~dgc.torch.engine.Engine`; docs/steps.md has the rule.
+(``optimizer_front_end.py``), DDP's hook (``ddp_front_end.py``) and Horovod's own optimizer (``horovod_optimizer.py``).
+A training step:
+
+    backward()  Each gradient goes to Engine.submit.
+                DDP's hook: with the last bucket Engine.finish brings the results, before backward() returns.
+    step()      FrontEnd.before_step: dgc's optimizer calls Engine.finish. The options that the compressor applies are
+                hidden, and results that were not written to .grad are applied.
+                The optimizer's own step() updates the parameters. Horovod's calls Engine.finish first.
+                FrontEnd.after_step, also when step() raises: the options are shown again.
+
+docs/steps.md has the rule, docs/architecture.md the files.
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.horovod import broadcasting
-from dgc.torch.saved_state import SavedState
-from dgc.torch.scaler import steps_by_scaler, warn_of_unknown_scaler
+from dgc.torch.scaler import steps_by_scaler
 from dgc.torch.tensors import local
 from dgc.torch.untraced import untraced, weakly
 
@@ -37,28 +46,44 @@ _front_ends: weakref.WeakSet[FrontEnd] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
+@dataclass
+class Update:
+    """One ``step()`` of the owner: from the hook before it to the one after it, or to its exception.
+
+    Attributes:
+        by_closure: whether a closure computes the gradients inside ``step()``.
+        names_closure: whether it was called as ``step(closure=None)``.
+        has_results: whether the gradients are exchanged. An optimizer whose ``step()`` calls ``super().step()`` comes
+            to the hooks twice.
+        unmoved: parameters that this ``step()`` must not move, and copies of them.
+    """
+
+    by_closure: bool = False
+    names_closure: bool = False
+    has_results: bool = False
+    unmoved: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
 class FrontEnd:
     """Hands one engine its gradients, and acts before and after ``step()`` of the optimizer that owns the parameters.
 
     Attributes:
-        engine: the :class:`~dgc.torch.engine.Engine`, which holds its front end itself.
-        saved: what was loaded into the owner since its last step.
+        engine: an :class:`~dgc.torch.engine.Engine`, which holds its front end itself, or a
+            :class:`~dgc.torch.dense.DenseEngine`.
+        update: the owner's ``step()`` that runs now.
         drives: whether this object hands over gradients.
         holds: whether gradients are checked once more before the last bucket is sent.
         begun: whether a backward pass has run for a step that is not exchanged yet.
-        averaged: whether gradients were exchanged, and no backward pass has run after that.
-        in_step: whether ``step()`` ends the exchange now, and the update follows before the script sees gradients.
-        by_scaler: whether a GradScaler calls ``step()`` whose scale the compressor does not know. Asked once.
         exclusive: whether wrapping another optimizer over the same parameters is an error.
         rebuild: what the script has to do after parameters were added or unfrozen.
     """
 
     rebuild = _REBUILD
 
-    drives = holds = begun = averaged = in_step = by_scaler = exclusive = False
-    _stepping = False  # from the hook before step() to the one after it
-    _updating = False  # the same, once the gradients are exchanged
+    drives = holds = begun = exclusive = False
+    update: Update | None = None
     _replaced = False  # another optimizer with parameters of the owner was wrapped since
+    _by_scaler: bool | None = None  # whether a GradScaler steps the owner whose scale the engine does not know
     _unhook: Callable[[], object] | None = None  # removes the hooks of :meth:`drive`
 
     def __init__(self, engine: Any) -> None:
@@ -66,27 +91,22 @@ class FrontEnd:
         # in the very loop in which torch calls them.
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
-            _hooks.append(register_optimizer_step_post_hook(_after_any_step))
+            _hooks.append(register_optimizer_step_post_hook(end_update))
         self.engine = engine
-        self.saved = SavedState(engine.adoption, self.begin_anew)
-        self._scale_is_known = engine.is_scaled
         self._owner: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._ids = {id(p) for p in engine.parameters}
-        self._unmoved: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters before a step of Horovod's, as copies
         _front_ends.add(self)
 
     # -- each front end has its own ----------------------------------------------------------------------------------
 
-    def ends_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether nothing of the script's runs between the exchange and the update of a ``step()``."""
-        return False
-
-    def end_exchange(self) -> None:
+    def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
         """``step()`` needs the results: wait for them, or see that they are there."""
 
     def end_exchange_of_closure(self) -> None:
         """The closure of a ``step()`` has computed gradients, whose results are needed."""
-        self.end_exchange()
+
+    def update_ended(self) -> None:
+        """``step()`` has used the results."""
 
     def begin_anew(self) -> None:
         """Expect the first backward pass of a step: a state was loaded into the optimizer."""
@@ -113,6 +133,7 @@ class FrontEnd:
             hooks.append(self.engine.parameters[0].register_hook(weakly(self._before_only_gradient)))
         self._unhook = unhook = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         unhook.atexit = False
+        self.drives = True
 
     def _before_only_gradient(self, _: torch.Tensor) -> None:
         if not self.begun:
@@ -121,17 +142,17 @@ class FrontEnd:
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer for the owner, which is not kept alive."""
         if optimizer is not self.owner:
-            self.saved.follow(optimizer)
+            self.engine.owned_by(optimizer)
             self._owner = weakref.ref(optimizer)
-            _end_step_after_errors(optimizer)
+            _end_update_after_errors(optimizer)
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer is the owner."""
-        return optimizer is self.owner
+        return optimizer is self._owner()
 
     def others(self) -> list[FrontEnd]:
         """List the front ends that hand over gradients of the same parameters to another engine."""
-        return [each for each in _of(self._ids) if each is not self]
+        return [each for each in front_ends(self._ids) if each is not self]
 
     def end(self) -> None:
         """Hand over nothing any more: the compressor is closed, or another front end follows."""
@@ -142,57 +163,45 @@ class FrontEnd:
 
     # -- around step() -----------------------------------------------------------------------------------------------
 
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, closure: Closure | None, names_closure: bool
+    ) -> Closure | None:
         """Exchange before an optimizer's ``step()``, or once its closure returns; returns the closure to be called."""
         if not self.owns(optimizer):
             self._refuse_stranger(optimizer)
             return closure
-        self._stepping = True
-        if self._updating and closure is None:  # a class of the user's, or of Horovod's, calls super().step()
+        if self.update is not None and self.update.has_results and closure is None:  # it calls super().step()
             self.begin_update(optimizer)
             return closure
-        if self.saved.pending.broadcast and not self.begun and broadcasting():
-            # Ranks without a state get one in this step, which the root's will overwrite: buffers of 0, where the
-            # compressor has the decay. No parameter may move.
-            self.engine.adoption.hide(optimizer, ("weight_decay",))
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self._unmoved = self._unmoved or [(p, p.detach().clone()) for p in parameters]
+        self.update = update = self.update or Update()
+        update.by_closure, update.names_closure = closure is not None, names_closure
+        if self.engine.was_broadcast and not self.begun and broadcasting():
+            # Ranks without a state get one in this step, which the root's will overwrite. No parameter may move.
+            update.unmoved = update.unmoved or self.engine.hide_decay(optimizer)
             return closure
-        if not self._scale_is_known:
-            self._scale_is_known, self.by_scaler = True, steps_by_scaler()
+        is_first = self._by_scaler is None
+        if is_first:
+            self._by_scaler = not self.engine.is_scaled and steps_by_scaler()
         if closure is not None:
             return self._followed(closure, optimizer)
-        self.in_step = self.ends_in_step(optimizer)
-        self.end_exchange()
+        self.end_exchange(optimizer)
+        if is_first and self._by_scaler:
+            self.engine.warn_of_scaler()
         self.begin_update(optimizer)
         return None
 
     def _refuse_stranger(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._stepping or self._replaced or hasattr(optimizer, "skip_synchronize"):
+        if self.update is not None or self._replaced or hasattr(optimizer, "skip_synchronize"):
             return  # a part of the owner, or one that exchanges these gradients itself and refuses what is wrong
         if not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
-            self.engine.adoption.refuse_another(optimizer)
-
-    def update_ended(self) -> None:
-        """The next step has begun: an update that an exception ended is over, too."""
-        self._updating = False
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Show the user's options again; the results are used up."""
-        if self.owns(optimizer):
-            self.engine.adoption.show()
-            self.averaged = self.in_step = self._stepping = self._updating = False
-            unmoved, self._unmoved = self._unmoved, []
-            with torch.no_grad():
-                for p, before in unmoved:
-                    p.copy_(before)
+            self.engine.refuse_another(optimizer)
 
     def _followed(self, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
         """Return a closure that also exchanges the gradients; the optimizer's update follows it."""
 
         @untraced
         def followed() -> Any:
-            self.engine.adoption.show()  # an optimizer may call its closure more than once
+            self.engine.end_update()  # an optimizer may call its closure more than once
             loss = closure()
             self.end_exchange_of_closure()
             self.begin_update(optimizer)
@@ -202,20 +211,45 @@ class FrontEnd:
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients are exchanged: hide the options that the compressor applies, and apply deferred results."""
-        engine, self._updating = self.engine, True
-        if engine.error is None:  # else it is on its way to the user
+        if self.update is not None:
+            self.update.has_results = True
+        if self.engine.error is None:  # else it is on its way to the user
             refuse_strange_gradients(optimizer, self._ids, self.rebuild)
-        if self.by_scaler and self.drives:
-            self.by_scaler = False
-            warn_of_unknown_scaler()
-        engine.adoption.hide(optimizer)
-        engine.updates.apply(optimizer)
+        self.engine.begin_update(optimizer)
+
+    def only_makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether ``torch.distributed.checkpoint`` has called ``step()``, for optimizer state.
+
+        It gives all parameters gradients of 0, sets all learning rates to 0 and calls ``step(closure=None)``. An
+        exchange would send entries that are not applied. A rank of which only the first two are true trains: the others
+        wait for it.
+        """
+        if self.update is None or not self.update.names_closure or set(learning_rates_of(optimizer)) != {0.0}:
+            return False
+        gradients = [p.grad for p in self.engine.parameters if p.requires_grad]
+        return all(g is not None and not bool(local(g).any()) for g in gradients)
+
+    def step_opens(self) -> None:
+        """The first gradient of the next exchange has come, perhaps inside ``step()``."""
+        if self.update is not None:
+            self.update.has_results = False
+
+    def after_step(self) -> None:
+        """Show the user's options again; the results are used up."""
+        update, self.update = self.update, None
+        self.engine.end_update()
+        self.update_ended()
+        if update is not None and update.unmoved:
+            with torch.no_grad():
+                for p, before in update.unmoved:
+                    p.copy_(before)
 
 
-def _end_step_after_errors(optimizer: torch.optim.Optimizer) -> None:
-    """End a ``step()`` that raises as :meth:`FrontEnd.after_step` does, for which torch calls no hook.
+def _end_update_after_errors(optimizer: torch.optim.Optimizer) -> None:
+    """Call :meth:`FrontEnd.after_step` also when ``step()`` raises, for which torch calls no hook.
 
-    Schedulers wrap ``step()`` in the same way.
+    Schedulers wrap ``step()`` in the same way. The hooks begin and end an update, not this wrapper: a script may call
+    the ``step()`` that it took from the optimizer before, as Accelerate does.
     """
     step, living = optimizer.step, weakref.ref(optimizer)
     function = getattr(step, "__func__", lambda _, *args, **kwargs: step(*args, **kwargs))
@@ -225,21 +259,15 @@ def _end_step_after_errors(optimizer: torch.optim.Optimizer) -> None:
     @untraced
     def stepping(_: object, *args: Any, **kwargs: Any) -> Any:
         this = living()
+        assert this is not None, "it steps"
         try:
             return function(this, *args, **kwargs)
         except BaseException:
-            end_failed_step(this)
+            end_update(this)
             raise
 
     vars(stepping).update(vars(getattr(step, "__func__", step)), ends_after_errors=True)
     vars(optimizer)["step"] = types.MethodType(stepping, weakref.proxy(optimizer))
-
-
-def end_failed_step(optimizer: torch.optim.Optimizer | None) -> None:
-    """Show the user's options again after a step that raised."""
-    for each in list(_front_ends):
-        if optimizer is not None and optimizer is each.owner:
-            each.after_step(optimizer)
 
 
 def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], rebuild: str = _REBUILD) -> None:
@@ -254,7 +282,7 @@ def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], re
                 )
 
 
-def _of(ids: set[int]) -> list[FrontEnd]:
+def front_ends(ids: set[int]) -> list[FrontEnd]:
     """List the front ends that hand over gradients of some parameters, while their owners live."""
     living = [each for each in list(_front_ends) if each.drives and each.owner is not None]
     return [each for each in living if not ids.isdisjoint(each._ids)]
@@ -262,7 +290,7 @@ def _of(ids: set[int]) -> list[FrontEnd]:
 
 def require_free(parameters: Sequence[torch.Tensor], *, exclusively: bool = False) -> None:
     """Refuse parameters whose gradients are exchanged already; ``exclusively``: by a front end that bears no other."""
-    if any(each.exclusive or not exclusively for each in _of({id(p) for p in parameters})):
+    if any(each.exclusive or not exclusively for each in front_ends({id(p) for p in parameters})):
         raise ConfigError(
             "these parameters' gradients are exchanged already, by DDP's hook or a distributed optimizer: use one of "
             "them, once, or close() the other compressor first"
@@ -279,38 +307,21 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
     return tuple(rates)
 
 
-def only_makes_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether a step without a backward pass is one of ``torch.distributed.checkpoint``, for optimizer state.
-
-    All gradients and learning rates are 0 in it. An exchange would send entries that are not applied.
-    """
-    return set(learning_rates_of(optimizer)) == {0.0} and all(
-        p.grad is not None and not bool(local(p.grad).any()) for p in parameters if p.requires_grad
-    )
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the closure among the arguments of a step hook, the optimizer first; None if there is none."""
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-
-def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> Any:
-    """Return these arguments with another closure."""
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure}
-    return (args[0], closure, *args[2:]), kwargs
-
-
 @untraced
 def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments that ``step()`` gets, if other ones; the optimizer is the first of ``args``."""
-    closure = given = closure_of(args, kwargs)
+    named = "closure" in kwargs
+    closure = given = kwargs["closure"] if named else args[1] if len(args) > 1 else None
     for each in list(_front_ends):
-        closure = each.before_step(optimizer, closure)
-    return None if closure is given else with_closure(args, kwargs, closure)
+        closure = each.before_step(optimizer, closure, named)
+    if closure is given:
+        return None
+    return (args, {**kwargs, "closure": closure}) if named else ((args[0], closure, *args[2:]), kwargs)
 
 
 @untraced
-def _after_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def end_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Call :meth:`FrontEnd.after_step`: after a ``step()``, or when it has raised."""
     for each in list(_front_ends):
-        each.after_step(optimizer)
+        if each.owns(optimizer):
+            each.after_step()

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.errors import ConfigError
-from dgc.torch.front_end import end_failed_step
+from dgc.torch.adoption import users_class
+from dgc.torch.front_end import end_update
 from dgc.torch.untraced import untraced
 
 __all__ = ["fuse_optimizer", "fuse_step", "is_fused_optimizer"]
@@ -87,7 +88,7 @@ def fuse_optimizer(
             "op=Adasum updates every parameter by itself inside the backward pass, so there is no step to fuse. "
             "Use op=Average, or call step()."
         )
-    cls = _update_class(optimizer)
+    cls = users_class(optimizer)
     known = any(issubclass(cls, fusable) and _plain_step(cls) is _plain_step(fusable) for fusable in _ELEMENTWISE)
     if elementwise and not known and cls.__module__.startswith("torch.optim"):
         raise ConfigError(
@@ -148,7 +149,7 @@ def fuse_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) ->
     try:
         return step(optimizer, *arguments)
     except BaseException:
-        end_failed_step(optimizer)
+        end_update(optimizer)
         raise
 
 
@@ -182,11 +183,6 @@ def _synchronize(optimizer: Any) -> None:
             )
         optimizer.synchronize()
     optimizer._synchronized = False
-
-
-def _update_class(optimizer: Optimizer) -> type[Optimizer]:
-    """Return the user's class, whose ``step`` is only the update, also if Horovod has derived a class from it."""
-    return next(cls for cls in type(optimizer).__mro__ if "skip_synchronize" not in vars(cls))
 
 
 def _plain_step(cls: type[Optimizer]) -> Callable[..., Any]:

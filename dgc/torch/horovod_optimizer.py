@@ -21,7 +21,7 @@ from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 from dgc.torch.engine import Engine
 from dgc.torch.front_end import CHANGED, Closure, FrontEnd
 from dgc.torch.horovod import Placeholders, find_owner, wait_for
-from dgc.torch.optimizer_methods import is_newer
+from dgc.torch.optimizer_front_end import has_own_version
 from dgc.torch.untraced import untraced
 
 
@@ -71,14 +71,10 @@ class HorovodFrontEnd(FrontEnd):
         return o is not None and (bool(o._handles) or not self._all_left(o))
 
     @property
-    def averaged(self) -> bool:  # type: ignore[override]
+    def averaged(self) -> bool:
         """Whether Horovod's optimizer has exchanged gradients, and no backward pass has run after that."""
         o = self._optimizer if self.drives else None
         return o is not None and o._synchronized and self._all_left(o)
-
-    @averaged.setter
-    def averaged(self, value: bool) -> None:
-        """Horovod's own field is the truth."""
 
     def _all_left(self, o: Any) -> bool:
         return all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
@@ -110,19 +106,26 @@ class HorovodFrontEnd(FrontEnd):
         """The step's first result is asked for; the index of a gradient that was changed or replaced since, or None."""
         handed, self._handed, self._begun_without = self._handed, {}, None
         for index, (gradient, version) in handed.items():
-            if self.engine.parameters[index].grad is not gradient or is_newer(gradient, version):
+            if self.engine.parameters[index].grad is not gradient:
+                return index
+            if gradient._version != version and has_own_version(gradient):
                 return index
         return None
 
     @override
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Closure | None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, closure: Closure | None, names_closure: bool
+    ) -> Closure | None:
         if self.owns(optimizer):
             _refuse_adasum(optimizer)
-        return super().before_step(optimizer, closure)
+        return super().before_step(optimizer, closure, names_closure)
 
-    @override
-    def ends_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self.drives and "synchronize" not in vars(optimizer)
+    @property
+    def update_follows(self) -> bool:
+        """Whether Horovod's ``step()`` asks for results, and not a script that may look at them."""
+        if self.update is None or self.update.by_closure or not self.drives:
+            return False
+        return "synchronize" not in vars(self._optimizer)
 
     @override
     def end_exchange_of_closure(self) -> None:
@@ -210,7 +213,12 @@ class HorovodCompressor(CompressorBase[Engine]):
                 "model, optimizer and compressor anew, or restart the job; dgc.torch.DistributedOptimizer goes on "
                 "after reset()"
             )
-        if front_end is not None and self._pending_error is None and front_end.averaged and engine.hands_back():
+        if (
+            front_end is not None
+            and self._pending_error is None
+            and front_end.averaged
+            and engine.hands_back(once=True)
+        ):
             # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
             placeholder = self._placeholders.take()
             engine.stats.add_sent(placeholder.nbytes)
@@ -251,7 +259,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         if changed is not None:
             self.engine.fail(LayoutError(CHANGED.format(self.engine.names[changed])), changed)
         check_placeholder(reduced, op=self.config.op, size=self.engine.transport.size)
-        self.engine.finish()
+        self.engine.finish(self._front_end is not None and self._front_end.update_follows)
         result: torch.Tensor = ctx
         return result
 
@@ -292,7 +300,7 @@ class HorovodCompressor(CompressorBase[Engine]):
             )
         # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
         assert self._front_end is not None, "it has bound the caller"
-        if not engine.in_step and self._front_end.hands_over_at_once:
+        if not engine.is_open and self._front_end.hands_over_at_once:
             engine.refuse_results(index)
         absent = self._front_end.hand_over(index, tensor)
         return engine.submit(index, tensor, absent=absent)

@@ -18,7 +18,8 @@ from dgc.core.message import Flags
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import TorchJob
-from dgc.torch.engine import Engine, option_values, set_option_values
+from dgc.torch.engine import Engine
+from dgc.torch.joined_options import option_values, set_option_values
 from dgc.torch.packing import broadcast_packed, packed, unpacked
 from dgc.torch.tensors import is_sharded
 from dgc.torch.zero import ZeroRedundancyOptimizer
@@ -68,7 +69,7 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
 
 
 def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
-    if engine.exchange.in_step:
+    if engine.exchange.latest.under_way:
         engine.fail(LayoutError("join() was called between backward() and step(); call it after step()"))
     if not hasattr(optimizer, "skip_synchronize"):
         engine.fail(ConfigError("join() steps the optimizer: wrap it with dgc.torch.DistributedOptimizer"))

@@ -1,34 +1,27 @@
 """``dgc.torch.DistributedOptimizer``: the user's optimizer, whose gradients are compressed and averaged.
 
-A hook on each parameter hands its gradient over as soon as the backward pass has computed it. A hook before the
-optimizer's ``step()`` waits for the results, which are in ``.grad`` then. The optimizer stays the object that it was.
+The optimizer stays the object that it was: an :class:`~dgc.torch.optimizer_front_end.OptimizerFrontEnd` registers hooks
+on its parameters and around its ``step()``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
 import torch
-from typing_extensions import override
 
 from dgc.adapter.checks import check_passes, check_predivide, refuse_grouping
 from dgc.adapter.compressor import check_compression, horovods
 from dgc.adapter.job import errors_on_all_ranks
 from dgc.adapter.options import Compressing
-from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.torch.compressor import Compression, DGCCompressor, check_optimizer, named_pairs
-from dgc.torch.dense import DenseSteps, agree, dense_type
+from dgc.torch.dense import DenseEngine, agree, dense_type
 from dgc.torch.distributed import DistributedJob, job_of, require_dense, require_own_shards
-from dgc.torch.engine import Engine
-from dgc.torch.front_end import FrontEnd, only_makes_state
 from dgc.torch.horovod import HOROVOD, TorchHorovod
-from dgc.torch.optimizer_methods import HandedOver, OptimizerMethods, refuse_copy
-from dgc.torch.tensors import local, scattered_values, set_memory
-from dgc.torch.untraced import untraced, weakly
+from dgc.torch.optimizer_front_end import OptimizerFrontEnd, refuse_copy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -179,9 +172,10 @@ def DistributedOptimizer(
             members = compression.process_set(process_set)
         compression.bind(named, optimizer, members)
         vars(optimizer).update(attributes, compression=compression, op=op, process_set=members)
-        engine, scaler = compression.engine, compression.given_options.get("loss_scale")
-        steps = None if engine is None else OptimizerFrontEnd(optimizer, engine, sparse_as_dense, scaler)
-        vars(optimizer).update(_methods(optimizer, steps))
+        if (engine := compression.engine) is None:
+            return _alone(optimizer)
+        densified = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
+        OptimizerFrontEnd(optimizer, engine, densified, compression.given_options.get("loss_scale"))
         return cast("HorovodOptimizer", optimizer)
     assert isinstance(job, DistributedJob)
     exchanges = job.included and job.size > 1
@@ -196,146 +190,19 @@ def DistributedOptimizer(
     if exchanges:
         agree(named, job, kind, op)
     vars(optimizer).update(attributes)
-    averages = op == "average"
-    dense_steps = DenseSteps(optimizer, named, job, kind == "fp16", averages, sparse_as_dense) if exchanges else None
-    vars(optimizer).update(_methods(optimizer, dense_steps))
+    if not exchanges:
+        return _alone(optimizer)
+    dense_engine = DenseEngine(named, job, half=kind == "fp16", average=op == "average")
+    OptimizerFrontEnd(optimizer, dense_engine, range(len(named) if sparse_as_dense else 0))
     return cast("HorovodOptimizer", optimizer)
 
 
-def _methods(optimizer: torch.optim.Optimizer, steps: OptimizerFrontEnd | DenseSteps | None) -> dict[str, object]:
-    """Horovod's methods, by name; ``steps`` is None where nothing is exchanged."""
-    if steps is None:
-        itself = weakref.proxy(optimizer)
-        return {
-            "synchronize": lambda: None,
-            "skip_synchronize": contextlib.nullcontext,
-            "set_backward_passes_per_step": lambda passes: setattr(itself, "backward_passes_per_step", passes),
-        }
-    names = ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad")
-    return {name: getattr(steps, name) for name in names}
-
-
-class OptimizerFrontEnd(OptimizerMethods, FrontEnd):
-    """Hands one optimizer's gradients to the engine, and its results back before each step."""
-
-    drives = holds = True
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, sparse_as_dense: bool, scaler: object = None
-    ) -> None:
-        """Register hooks on the engine's parameters; their optimizer keeps this object alive."""
-        super().__init__(engine)
-        self._scaler = scaler
-        self._dense = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
-        self.drive(optimizer, self.arrived)
-        self.count_passes(engine.parameters, engine.names)
-
-    # -- gradients and results -----------------------------------------------------------------------------------------
-
-    @override
-    def step_begins(self, index: int | None) -> None:
-        self.update_ended()
-        self.engine.refuse_results(index)
-
-    @override
-    def hand_over(self, index: int, p: torch.Tensor) -> None:
-        if absent := p.grad is None:
-            p.grad = torch.zeros_like(p)  # frozen or unused on this rank in this step; the others may have used it
-        gradient = p.grad
-        if gradient.is_sparse and index in self._dense:
-            gradient = gradient.to_dense()
-        result = self.engine.submit(index, gradient, absent=absent)
-        values = scattered_values(p.grad) if index in self._sharded else None
-        self._handed[index] = HandedOver(p.grad, p.grad._version, result, values)
-
-    @override
-    def deliver(self) -> None:
-        engine = self.engine
-        engine.finish()
-        for i, handed in self._handed.items():
-            if i in engine.left_alone:
-                self._parameters[i].grad = None
-            elif handed.result is not self._parameters[i].grad:
-                _deliver(self._parameters[i], handed.result)
-
-    @override
-    def results_are_there(self) -> bool:
-        engine: Engine = self.engine
-        if not engine.hands_back():
-            return False
-        for i, p in enumerate(self._parameters):
-            if p.grad is None and i not in engine.left_alone:
-                p.grad = torch.zeros_like(p)  # taken out of the step by hand
-        return True
-
-    @untraced
-    @override
-    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
-        super().zero_grad(*args, **kwargs)
-        self.engine.results_cleared()
-
-    @override
-    def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
-        engine: Engine = self.engine
-        engine.fail(error, index)
-
-    # -- around step() -------------------------------------------------------------------------------------------------
-
-    @override
-    def ends_in_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        return vars(optimizer)["synchronize"] == self.synchronize and not self._skipping
-
-    @override
-    def end_exchange(self) -> None:
-        optimizer = self.owner
-        assert optimizer is not None, "it steps"
-        exchanging = self.first_handed_over()
-        if self._skipping:
-            if exchanging is not None:
-                wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
-                self.engine.fail(LayoutError(wrong))
-            return
-        if not self.begun and only_makes_state(optimizer, self._parameters):
-            self.saved.made_state()
-            return
-        if exchanging is not None and self.by_scaler:
-            # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
-            self.fail_changed(exchanging)
-        if self.averaged:
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                "Put step() into it: the gradients are averaged already",
-                stacklevel=6,
-            )
-        vars(optimizer)["synchronize"]()
-
-    @override
-    def end_exchange_of_closure(self) -> None:
-        if self.begun:
-            self.synchronize()
-
-    @override
-    def end(self) -> None:
-        super().end()
-        self.unguard()
-        self.give_up()
-        if (optimizer := self.owner) is not None:
-            optimizer.register_step_pre_hook(weakly(self._refuse_step))
-
-    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if vars(optimizer).get("synchronize") == self.synchronize:  # elastic jobs take the methods away
-            raise ConfigError(
-                "the compressor of this optimizer was closed, and its gradients are not averaged any more: build a "
-                "new optimizer"
-            )
-
-
-def _deliver(p: torch.Tensor, result: torch.Tensor) -> None:
-    """Let ``.grad`` hold a result that lies elsewhere."""
-    if p.grad is None:
-        return
-    gradient = local(p.grad)
-    if gradient.is_sparse:
-        gradient.zero_().add_(result.to_sparse())
-    else:
-        set_memory(gradient, result)
+def _alone(optimizer: torch.optim.Optimizer) -> HorovodOptimizer:
+    """Give an optimizer whose process exchanges nothing Horovod's methods."""
+    itself = weakref.proxy(optimizer)
+    vars(optimizer).update(
+        synchronize=lambda: None,
+        skip_synchronize=contextlib.nullcontext,
+        set_backward_passes_per_step=lambda passes: setattr(itself, "backward_passes_per_step", passes),
+    )
+    return cast("HorovodOptimizer", optimizer)

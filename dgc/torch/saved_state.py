@@ -88,10 +88,6 @@ class SavedState:
         """Note that torch's distributed checkpoints have initialised the optimizer's state, to save or load it."""
         self.pending = self.pending._replace(distributed=True)
 
-    def take_over(self, other: SavedState) -> None:
-        """Continue with the changes that another front end's object has noticed."""
-        self.pending, self._has_stepped, self.mark = other.pending, other._has_stepped, other.mark
-
     def forget(self) -> None:
         """Forget all changes."""
         self.pending, self.mark = Change(), ""

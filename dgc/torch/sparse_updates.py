@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
 from dgc.core.exchange.entries import EntrySum
+from dgc.torch.adoption import updating_class, users_class
 from dgc.torch.tensors import is_sharded, local
 
 # Returns why an optimizer needs dense results in a step; None if it does not.
@@ -45,7 +46,7 @@ class SparseUpdates:
             self._unwanted = "nothing is sparsified"
         elif enabled and not dense:
             self._unwanted = "all tensors are sparsified: no .grad would show whether the script clears it"
-        self._ended_in_step = True  # whether step() ended the latest exchange
+        self._update_followed = True  # whether step() ended the latest exchange
         self.applied = False
         self._apart: list[int] = []  # addresses of parameters that were found to share no memory
         self.deferred: Sequence[EntrySum] | None = None
@@ -58,11 +59,11 @@ class SparseUpdates:
         self.reason = self._refusal(optimizer)
         return self.reason is None
 
-    def will_apply(self, optimizer: torch.optim.Optimizer | None, in_step: bool) -> bool:
+    def will_apply(self, optimizer: torch.optim.Optimizer | None, update_follows: bool) -> bool:
         """Return whether the deferred sums of an exchange that has ended are applied instead of being written."""
-        self._ended_in_step = in_step
+        self._update_followed = update_follows
         # The optimizer may have got an obstacle since the step began; where there was one, nothing is deferred.
-        if not in_step or self.reason is not None or self.obstacle is None or self.obstacle(optimizer):
+        if not update_follows or self.reason is not None or self.obstacle is None or self.obstacle(optimizer):
             return False
         if any(_is_part(p.grad) for p in self._parameters):
             self.reason = "a gradient is a part of a larger tensor, in which the script may look for the results"
@@ -103,7 +104,7 @@ class SparseUpdates:
             self._apart = addresses
         if (refused := self.obstacle(optimizer)) is not None:
             return refused
-        return None if self._ended_in_step else "synchronize() is called before step()"
+        return None if self._update_followed else "synchronize() is called before step()"
 
 
 def _is_part(gradient: torch.Tensor | None) -> bool:
@@ -164,12 +165,9 @@ def _is_of_torch(function: object) -> bool:
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:
-    """Whose update a wrapped optimizer makes: the user's class, or that of the optimizers which it shards."""
-    own = type(optimizer)
-    if "skip_synchronize" in vars(own):  # Horovod derives a class from the user's
-        own = own.__mro__[1]
-    sharded: type = vars(optimizer)["optimizer_class"] if "_shards_updates" in vars(own) else own
-    return sharded
+    """Return the class that makes the update, unless a subclass of ``ZeroRedundancyOptimizer`` may do more."""
+    own = users_class(optimizer)
+    return updating_class(optimizer) if "_shards_updates" in vars(own) else own
 
 
 def _update_entries(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:

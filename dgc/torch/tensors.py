@@ -209,6 +209,12 @@ def fingerprint(tensor: torch.Tensor) -> np.ndarray:
 _NATIVE = frozenset((torch.float32, torch.float64))
 
 
+def _written_as(dtype: torch.dtype) -> tuple[torch.dtype, float | None]:
+    """Return the type of the core's results for gradients of a type, and the largest value that these can hold."""
+    limit = torch.finfo(dtype).max if dtype in (torch.float16, torch.bfloat16) else None
+    return torch.float64 if dtype is torch.float64 else torch.float32, limit
+
+
 class HostTensors:
     """Turns tensors into the arrays that ``kernels`` work on: views of CPU tensors, copies of all others."""
 
@@ -227,8 +233,7 @@ class HostTensors:
         flat = tensor.detach() if tensor.requires_grad else tensor
         if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
             return Result(tensor, flat.numpy().reshape(-1), None, True)
-        limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
-        wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+        wide, limit = _written_as(flat.dtype)
         place = staging(flat.numel(), wide) if flat.is_cuda else torch.empty(flat.numel(), dtype=wide)
         return Result(tensor, place.numpy(), limit, False)
 
@@ -321,8 +326,7 @@ class DeviceTensors(HostTensors):
         flat = tensor.detach()
         if flat.dtype in _NATIVE and flat.is_contiguous():
             return Result(tensor, self._view(flat.view(-1)), None, True)
-        wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
-        limit = torch.finfo(flat.dtype).max if flat.dtype in (torch.float16, torch.bfloat16) else None
+        wide, limit = _written_as(flat.dtype)
         place = torch.empty(flat.numel(), dtype=wide, device=flat.device)
         # It may be let go on a stream that has not waited for the kernels.
         self._streams.keep_for(place, self.kernels.device.stream)

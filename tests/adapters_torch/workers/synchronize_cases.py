@@ -102,3 +102,57 @@ def changing_averaged_gradients_on_one_rank_alone_is_an_error():
         before = flat(model).clone()
         on_every_rank(dgc.ConfigError, "in different ways", lambda o=optimizer: quiet(o.step))
         assert torch.equal(flat(model), before)
+
+
+@case(way="ab")
+def changes_are_compared_in_each_step_that_hands_back_results(way):
+    """Dgc's optimizer compares them each time, Horovod's once in a step."""
+    model = make_model()
+    optimizer, _ = wrap(way, model, sgd(model), sparsity=0.99)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        if step == 0 or way == "b":
+            scale(trained)
+            optimizer.synchronize()
+        if step == 0:
+            quiet(optimizer.step)
+    if hvd.rank() == 1:
+        scale(trained)
+    before = flat(model).clone()
+    on_every_rank(dgc.ConfigError, "in different ways", lambda: quiet(optimizer.step))
+    assert torch.equal(flat(model), before)
+
+
+@case
+def a_gradient_that_was_taken_out_after_synchronize_leaves_its_parameter_alone():
+    """AdamW would decay a parameter whose gradient is 0."""
+    model = make_model()
+    optimizer, _ = wrap("b", model, torch.optim.AdamW(model.parameters(), lr=0.01), sparsity=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        model.last.weight.grad = None
+        before = model.last.weight.detach().clone()
+        quiet(optimizer.step)
+        assert model.last.weight.grad is None
+        assert torch.equal(model.last.weight, before)
+
+
+@case
+def a_rank_whose_gradients_and_learning_rate_are_0_takes_part():
+    """A warm-up may begin at 0, and a rank may have no batch. The other ranks wait for it."""
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model, lr=0.0), sparsity=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        if hvd.rank() == 1:
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        else:
+            loss_of(model, step).backward()
+        optimizer.step()
+    assert compression.describe()["step"] == 2

@@ -1,0 +1,197 @@
+"""The front end of DDP's communication hook: DDP calls it with each bucket that the backward pass has completed.
+
+The call with the last bucket ends the exchange, inside ``backward()``. ``step()`` finds the results in ``.grad``.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from dgc.core.exchange.exchange import LossScale
+from dgc.errors import ConfigError, LayoutError
+from dgc.torch.engine import Engine
+from dgc.torch.front_end import FrontEnd
+from dgc.torch.tensors import scattered_values
+from dgc.torch.untraced import untraced
+
+_LOCAL = (
+    "optimizer.step() was called with gradients that were not exchanged: the backward passes since the last step ran "
+    "inside no_sync(), or did not reach every parameter (DDP's find_unused_parameters=True)"
+)
+_AGAIN = (
+    "optimizer.step() was called again without a backward pass: .grad holds what the last step() applied, with the "
+    "momentum and weight decay that the compressor applies; clear it with zero_grad(), or leave both in the optimizer: "
+    "momentum=0 in the compressor"
+)
+_CHANGED = (
+    "gradients were clipped or changed between backward() and step(): with the optimizer's momentum in the compressor "
+    ".grad holds the velocity, which is larger than the gradient. To clip as without compression leave momentum in the "
+    "optimizer (momentum=0 in the compressor); local_grad_clip_norm= of the compressor clips before momentum"
+)
+
+
+class DDPFrontEnd(FrontEnd):
+    """Hands the engine of one compressor the buckets of DDP's hook; the call with the last one ends the exchange."""
+
+    exclusive = True
+    rebuild = "wrap the module in a new DistributedDataParallel and register a new compressor"
+    averaged = False  # whether gradients were exchanged, and no backward pass has run after that
+    _warned = False
+    _joined = False  # whether DDP ran the hook on zeros, on a rank without data
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(engine)
+        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
+        self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
+        self._owners: dict[int, int] = {}  # address of a gradient -> parameter index, in the step under way
+        self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
+        # The smallest result as a sample that shows a change: its parameter, some values, the scale.
+        self._sample: tuple[torch.Tensor, torch.Tensor, LossScale] | None = None
+        engine.updates.obstacle = None
+        self.drive(optimizer, self._arrived)
+
+    # -- the hook --------------------------------------------------------------------------------------------------
+
+    def hand_over(self, bucket: dist.GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Begin the exchange of a bucket, or end it with the last one; the future gets the bucket's results."""
+        engine, buffer = self.engine, bucket.buffer()
+        if bucket.index() == 0:
+            self._waiting, self._results = [], {}
+            self._owners.clear()
+            if not self.begun:
+                # Join runs the hook on zeros on a rank without data, where nothing else clears results.
+                self._require_stepped()
+                self._joined = True
+                for p in engine.parameters:
+                    p.grad = None
+        if buffer.is_sparse:
+            engine.fail(ConfigError("DDP's hook takes dense gradients: build the embedding with sparse=False"))
+        for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            index = engine.adoption.index_of(p)
+            if index is None:
+                engine.fail(
+                    LayoutError(
+                        f"a parameter of shape {tuple(p.shape)} is in the DDP model and not in the optimizer that was "
+                        "bound: give all to one optimizer, or call requires_grad_(False) before the model is wrapped"
+                    )
+                )
+            if p.grad is not None and self._owners.setdefault(p.grad.data_ptr(), index) != index:
+                # As autograd gives both parameters of a.view(s) + b.view(s): DDP would write both results there.
+                p.grad = p.grad.clone()
+            gradient = _in_strides_of(p, gradient)
+            engine.submit(index, gradient, absent=index not in self._used and p.grad is None)
+            self._results[index] = gradient
+        self._waiting.append((future, buffer))
+        if bucket.is_last():
+            self._finish(engine)
+
+    def _finish(self, engine: Engine) -> None:
+        engine.finish()
+        self._keep_unused(engine)
+        if engine.adoption.has_velocity and not self._warned:
+            index = min(self._results, key=lambda i: self._results[i].numel())
+            self._sample = engine.parameters[index], scattered_values(self._results[index]), engine.exchange.loss_scale
+        self.begun, self.averaged = False, True
+        self._used.clear()
+        for future, buffer in self._waiting:
+            future.set_result(buffer)
+        self._waiting = []
+
+    def _keep_unused(self, engine: Engine) -> None:
+        """Put results into ``.grad`` where DDP drops them: no rank has used the parameter, but it has a result."""
+        unused = self._results.keys() - self._used - engine.left_alone
+        views = bool(unused) and any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
+        for index in unused:
+            p, result = engine.parameters[index], self._results[index]
+            if p.grad is not None:
+                p.grad.copy_(result)
+            elif self._joined or result.any():
+                p.grad = result if views else result.clone()  # gradient_as_bucket_view=True insists on views
+
+    def _require_stepped(self) -> None:
+        """Refuse a rank that did not follow the others' updates: each applies momentum to what is sent dense."""
+        if self._joined and self.averaged and self.engine.adoption.has_velocity:
+            wrong = "a rank without data has not followed the updates: use Join([model, state])"
+            self.engine.fail(ConfigError(wrong))
+
+    @untraced
+    def _arrived(self, index: int, _: torch.Tensor) -> None:
+        """A backward pass has added to a gradient, perhaps inside ``no_sync()``."""
+        self._used.add(index)
+        if not self.begun:
+            self._require_stepped()
+            self.engine.refuse_results(index)
+            self.begun, self.averaged, self._joined = True, False, False
+            self.engine.begin()
+
+    def step_joined(self) -> None:
+        """Apply the results that the hook has put into ``.grad`` on a rank without data."""
+        if self.averaged and (optimizer := self.owner) is not None:
+            if not self._joined:  # .grad holds an accumulation of this rank, inside no_sync(), that never ended
+                for index, result in self._results.items():
+                    self.engine.parameters[index].grad = result.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # -- around step() ---------------------------------------------------------------------------------------------
+
+    @override
+    def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        if not (self.begun or self.averaged) and self.only_makes_state(optimizer):
+            self.engine.made_state()
+        else:
+            self.end_exchange_of_closure()
+
+    @override
+    def end_exchange_of_closure(self) -> None:
+        """See that gradients were exchanged before they are applied: the hook has done it in ``backward()``."""
+        engine = self.engine
+        if self.begun:
+            engine.fail(LayoutError(_LOCAL))
+        if not self.averaged and engine.adoption.has_velocity and any(p.grad is not None for p in engine.parameters):
+            raise ConfigError(_AGAIN)
+        sample, self._sample = self._sample, None
+        if sample is not None and _is_changed(*sample):
+            self._warned = True
+            warnings.warn(_CHANGED, RuntimeWarning, stacklevel=5)
+
+    @override
+    def update_ended(self) -> None:
+        self.averaged = False
+
+    @override
+    def give_up(self) -> None:
+        self.begun = self.averaged = False
+        self._waiting, self._results, self._sample = [], {}, None
+        self._used.clear()
+
+    @override
+    def begin_anew(self) -> None:
+        self.give_up()
+
+
+def _in_strides_of(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in its parameter's strides, if these leave no gaps: DDP lays buckets out like this.
+
+    ``GradBucket.gradients()`` reads each place of the bucket as if it were contiguous.
+    """
+    if p.is_contiguous() or torch.empty_like(p, device="meta").stride() != p.stride():
+        return gradient
+    return gradient.as_strided(p.shape, p.stride())
+
+
+def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:
+    return gradient is not None and gradient.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+
+
+def _is_changed(p: torch.Tensor, values: torch.Tensor, scale: LossScale) -> bool:
+    """Return whether a gradient is not the result any more; a GradScaler may have divided it by its scale."""
+    if p.grad is None:
+        return False
+    now, divisor = scattered_values(p.grad), scale() if callable(scale) else scale
+    divisor = divisor() if callable(divisor) else divisor
+    return not any(torch.allclose(now, values / by, rtol=1e-3, equal_nan=True) for by in (1.0, divisor))

@@ -1,0 +1,323 @@
+"""The front end of dgc's ``DistributedOptimizer``: it hands over gradients, and has Horovod's methods.
+
+Backward passes are counted for each parameter. After the last one its gradient is handed over, and must not change
+until the results are there. ``step()``, or ``synchronize()`` before it, waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
+
+import torch
+from typing_extensions import override
+
+from dgc.errors import ConfigError, LayoutError
+from dgc.torch.distributed import ddp_over
+from dgc.torch.front_end import CHANGED, FrontEnd, front_ends
+from dgc.torch.scaler import has_unscaled
+from dgc.torch.tensors import is_sharded, local, scattered_values, set_memory
+from dgc.torch.untraced import untraced, weakly
+
+_IN_DDP = (
+    "the model is trained in DistributedDataParallel, which averages gradients itself: leave the optimizer plain and "
+    "call dgc.ddp.register(model, optimizer, compression), or leave DistributedDataParallel out"
+)
+
+
+class HandedOver(NamedTuple):
+    """A gradient that is being exchanged: the tensor, its version at the start, and the tensor for the result.
+
+    It must not change: the exchange may have read it before a change, or after it.
+    """
+
+    gradient: torch.Tensor
+    version: int
+    result: torch.Tensor
+    values: torch.Tensor | None  # a few values of a sharded gradient, whose version does not always rise
+
+    def is_changed(self, p: torch.Tensor) -> bool:
+        """Return whether the parameter's gradient was replaced, or changed in place since then."""
+        if p.grad is not self.gradient:
+            return True
+        if self.gradient._version != self.version and has_own_version(self.gradient):
+            return True
+        if self.values is None:
+            return False
+        now = scattered_values(p.grad)
+        return not torch.allclose(now, self.values, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def has_own_version(gradient: torch.Tensor) -> bool:
+    """Return whether a new version of a gradient means that it was changed: the parts of a buffer share one."""
+    return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
+
+
+class OptimizerFrontEnd(FrontEnd):
+    """Hands one optimizer's gradients to an engine, compressing or dense, and its results back before each step.
+
+    Attributes:
+        averaged: whether gradients were exchanged, and no backward pass has run after that.
+    """
+
+    holds = True
+    averaged = _skipping = False
+    _is_first = True
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Any, densified: Collection[int], scaler: object = None
+    ) -> None:
+        """Register hooks on the engine's parameters, and give the optimizer the methods, which keep this object alive.
+
+        Args:
+            optimizer: has an attribute ``backward_passes_per_step``. Other front ends of its parameters end.
+            engine: of the parameters.
+            densified: indices of parameters whose sparse gradients are exchanged as dense ones.
+            scaler: a GradScaler perhaps, whose scale the engine knows.
+        """
+        super().__init__(engine)
+        self._parameters: list[torch.Tensor] = engine.parameters
+        self._names: list[str] = engine.names
+        self._densified, self._scaler = densified, scaler
+        self._sharded = {i for i, p in enumerate(self._parameters) if is_sharded(p)}
+        self._handed: dict[int, HandedOver] = {}  # by index
+        self._guarded: dict[int, Any] = {}  # by id of a DistributedDataParallel: its hook
+        self.drive(optimizer, self.arrived)
+        self._guard()
+        self.begin_anew()
+        for other in front_ends(self._ids):  # somebody may still refer to those optimizers
+            if other is not self and isinstance(other, OptimizerFrontEnd):
+                other.give_up()
+                other._replaced = True
+                other._unguard()
+        for name in ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"):
+            vars(optimizer)[name] = getattr(self, name)
+
+    # -- Horovod's methods -------------------------------------------------------------------------------------------
+
+    @untraced
+    def synchronize(self) -> None:
+        """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
+
+        Raises:
+            ConfigError: another optimizer over these parameters was wrapped since, or a gradient is sparse.
+            LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
+            DGCError: this or another rank failed.
+        """
+        self._exchange(update_follows=False)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` inside exchange nothing: ``synchronize()`` has."""
+        self._skipping = True
+        try:
+            yield
+        finally:
+            self._skipping = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Add up the gradients of so many backward passes before each exchange."""
+        self._left = [passes] * len(self._parameters)
+        if (optimizer := self.owner) is not None:
+            vars(optimizer)["backward_passes_per_step"] = passes
+
+    @untraced
+    def zero_grad(self, *args: bool, **kwargs: bool) -> None:
+        """Clear the gradients; arguments are those of the optimizer's own method.
+
+        Raises:
+            AssertionError: between ``backward()`` and the exchange.
+        """
+        if self.begun:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. Where the loss is "
+                "another model's (a GAN's generator, whose loss passes through the discriminator), keep gradients off "
+                "these parameters: loss.backward(inputs=list(generator.parameters()))"
+            )
+        if (optimizer := self.owner) is not None:
+            type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        self.engine.results_cleared()
+
+    # -- in backward(): collect --------------------------------------------------------------------------------------
+
+    @untraced
+    def arrived(self, index: int, p: torch.Tensor) -> None:
+        """A backward pass has added to a gradient."""
+        if self._replaced or self._owner() is None:
+            return
+        if self._is_first:
+            self._is_first = False
+            self._guard()
+        if self._left[index] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        if not self.begun:
+            self.begun, self.averaged = True, False
+            self.step_opens()
+            self.engine.refuse_results(index)
+        self._left[index] -= 1
+        if self._left[index] == 0:
+            self._hand_over(index, p)
+
+    def _hand_over(self, index: int, p: torch.Tensor) -> None:
+        """Begin the exchange of a gradient."""
+        if absent := p.grad is None:
+            p.grad = torch.zeros_like(p)  # frozen or unused on this rank in this step; the others may have used it
+        gradient = p.grad
+        if gradient.is_sparse and index in self._densified:
+            gradient = gradient.to_dense()
+            if not self.engine.keeps_sparse:
+                p.grad = gradient
+        result = self.engine.submit(index, gradient, absent=absent)
+        values = scattered_values(p.grad) if index in self._sharded else None
+        self._handed[index] = HandedOver(p.grad, p.grad._version, result, values)
+
+    # -- in step() or synchronize(): exchange, and bring back --------------------------------------------------------
+
+    @override
+    def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
+        exchanging = next(iter(self._handed), None)
+        if self._skipping:
+            if exchanging is not None:
+                wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
+                self.engine.fail(LayoutError(wrong))
+            return
+        if not self.begun and self.only_makes_state(optimizer):
+            self.engine.made_state()
+            return
+        if exchanging is not None and self._by_scaler:
+            # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
+            self._fail_changed(exchanging)
+        if self.averaged:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "Put step() into it: the gradients are averaged already",
+                stacklevel=6,
+            )
+        if vars(optimizer)["synchronize"] == self.synchronize:
+            self._exchange(update_follows=True)
+        else:
+            vars(optimizer)["synchronize"]()  # the script has put its own in the place of ours
+
+    @override
+    def end_exchange_of_closure(self) -> None:
+        if self.begun:
+            self.synchronize()
+
+    def _exchange(self, update_follows: bool) -> None:
+        """Hand over the gradients that no backward pass has brought, wait for all results, put them into ``.grad``."""
+        engine = self.engine
+        if self._replaced:
+            raise ConfigError(
+                "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
+            )
+        if self.averaged and engine.hands_back():
+            return
+        self.averaged = False
+        if not self.begun:
+            self.step_opens()
+            engine.refuse_results()
+        for i, p in enumerate(self._parameters):
+            if i not in self._handed:
+                self._hand_over(i, p)
+        self._require_unchanged()
+        engine.finish(update_follows)
+        for i, handed in self._handed.items():
+            p = self._parameters[i]
+            if i in engine.left_alone:
+                p.grad = None
+            elif handed.result is not p.grad:
+                _write(p, handed.result)
+        self.begin_anew()
+        self.averaged = True
+
+    def _require_unchanged(self) -> None:
+        optimizer = self.owner
+        # The scaler divides gradients without a new version.
+        if self._scaler and self._handed and optimizer and has_unscaled(self._scaler, optimizer):
+            self._fail_changed(next(iter(self._handed)))
+        for index, p in enumerate(self._parameters):
+            if p.grad is None:
+                name = self._names[index]
+                self.engine.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
+            if self._handed[index].is_changed(p):
+                self._fail_changed(index)
+
+    def _fail_changed(self, index: int) -> None:
+        """Raise the error about a gradient that was changed while it was exchanged."""
+        in_ddp = ddp_over(self._parameters)  # built after the optimizer was wrapped, or after the first step
+        error = ConfigError(_IN_DDP) if in_ddp else LayoutError(CHANGED.format(self._names[index]))
+        self.engine.fail(error, index)
+
+    # -- between two steps -------------------------------------------------------------------------------------------
+
+    @override
+    def begin_anew(self) -> None:
+        self._handed = {}
+        passes = 1 if (optimizer := self.owner) is None else vars(optimizer)["backward_passes_per_step"]
+        self._left = [passes] * len(self._parameters)  # passes until a gradient is handed over
+        self.begun = self.averaged = False
+
+    @override
+    def update_ended(self) -> None:
+        self.averaged = False
+
+    @override
+    def give_up(self) -> None:
+        self.begin_anew()
+        self._skipping = False
+
+    @override
+    def end(self) -> None:
+        super().end()
+        self._unguard()
+        self.give_up()
+        if (optimizer := self.owner) is not None:
+            optimizer.register_step_pre_hook(weakly(self._refuse_step))
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if vars(optimizer).get("synchronize") == self.synchronize:  # elastic jobs take the methods away
+            raise ConfigError(
+                "the compressor of this optimizer was closed, and its gradients are not averaged any more: build a "
+                "new optimizer"
+            )
+
+    # -- DistributedDataParallel over the same parameters ------------------------------------------------------------
+
+    def _guard(self) -> None:
+        """Refuse the forward pass of a DistributedDataParallel over these parameters; it may be there and unused."""
+        for ddp in ddp_over(self._parameters):
+            if id(ddp) not in self._guarded:
+                self._guarded[id(ddp)] = ddp.register_forward_pre_hook(weakly(self._refuse_ddp))
+
+    def _unguard(self) -> None:
+        while self._guarded:
+            self._guarded.popitem()[1].remove()
+
+    def _refuse_ddp(self, ddp: Any, inputs: object) -> None:
+        if torch.is_grad_enabled() and ddp.require_backward_grad_sync and self.owner is not None:
+            self.engine.fail(ConfigError(_IN_DDP))
+
+
+def _write(p: torch.Tensor, result: torch.Tensor) -> None:
+    """Let ``.grad`` hold a result that lies elsewhere."""
+    if p.grad is None:
+        return
+    gradient = local(p.grad)
+    if gradient.is_sparse:
+        gradient.zero_().add_(result.to_sparse())
+    else:
+        set_memory(gradient, result)
+
+
+def refuse_copy(protocol: SupportsIndex) -> NoReturn:
+    """Refuse ``copy`` and ``pickle``; both look this up on the instance."""
+    raise TypeError(
+        "a DistributedOptimizer cannot be copied or pickled: the copy's gradients would not be averaged. Build a new "
+        "optimizer, wrap it, and hand it this one's state with load_state_dict(optimizer.state_dict())"
+    )
