@@ -1,5 +1,10 @@
 """The errors that this package raises on purpose. A message says what was given, what is allowed and what to do."""
 
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
 __all__ = ["ConfigError", "DGCError", "LayoutError", "RemoteError", "StallError", "TransportError", "WireError"]
 
 
@@ -29,3 +34,16 @@ class StallError(TransportError):
 
 class RemoteError(TransportError):
     """Another rank failed; the error is raised on every rank."""
+
+
+Error = TypeVar("Error", bound=DGCError)
+
+
+def unraised(error: Error) -> Error:
+    """Return an equal error without a traceback, to keep.
+
+    An error that was raised refers to the frames that it has passed, and so to the caller's model.
+    """
+    other = copy.copy(error)
+    other.__cause__ = error.__cause__
+    return other

@@ -37,7 +37,7 @@ from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.ddp_front_end import DDPFrontEnd
 from dgc.torch.distributed import DistributedJob
 from dgc.torch.front_end import require_free
-from dgc.torch.untraced import untraced
+from dgc.torch.untraced import untraced, weakly
 
 if TYPE_CHECKING:
     import lightning
@@ -116,7 +116,8 @@ class CompressionState(Joinable):
         self._optimizer = optimizer
         if (engine := self.compression.engine) is not None:
             self._front_end = DDPFrontEnd(engine, optimizer)
-            weakref.finalize(self, self._front_end.end).atexit = False
+            # Weakly: an error that the engine keeps may refer to this object, through the frames that it has passed.
+            weakref.finalize(self, weakly(self._front_end.end)).atexit = False
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand over a bucket's gradients; with the last bucket wait for all results."""

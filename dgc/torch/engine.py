@@ -24,7 +24,7 @@ from dgc.core.exchange.encoders import runs_on_devices
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.step import Step, StepOptions
 from dgc.core.layout import Layout, make_layout
-from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.errors import ConfigError, DGCError, LayoutError, unraised
 from dgc.torch.adoption import Adoption
 from dgc.torch.front_end import FrontEnd, learning_rates_of
 from dgc.torch.joined_options import share_options
@@ -177,7 +177,7 @@ class Engine(EngineBase):
         applied as entries, by :meth:`begin_update`, instead of being written.
         """
         if self.error is not None:
-            raise self.error
+            raise unraised(self.error)
         if not self.exchange.latest.under_way:
             self._opened = False
             return
@@ -193,7 +193,7 @@ class Engine(EngineBase):
             else:
                 self.exchange.write_deferred()
         except DGCError as error:
-            self.error, self._opened = error, False
+            self.error, self._opened = unraised(error), False
             raise
         finally:
             # Until here the kernels may write to memory that they were given.
@@ -218,7 +218,7 @@ class Engine(EngineBase):
         try:
             self.exchange.latest.require_usable()
         except DGCError as error:  # until reset() or load_state_dict() has succeeded
-            self.error = self.error or error
+            self.error = self.error or unraised(error)
         return through
 
     def _open(self) -> DGCError | None:
@@ -229,7 +229,7 @@ class Engine(EngineBase):
             self._pending.clear()
             self.error, self._untold = None, False
         if self.error is not None:
-            raise self.error
+            raise unraised(self.error)
         if self._opened:
             return None
         owner = self.front_end.owner
@@ -286,7 +286,7 @@ class Engine(EngineBase):
 
     def _fail_with(self, error: DGCError) -> None:
         """Remember what the exchange has raised, in a step that is over with it."""
-        self.error, self._opened = error, False
+        self.error, self._opened = unraised(error), False
         self._tensors.release()
         self._untold = self.exchange.latest.failure_pending
         if self._untold:

@@ -14,6 +14,7 @@ test_fsdp = each_case(WORKERS / "fsdp_cases.py", {"torchrun": {"n": 4, "launcher
 test_closures = each_case(WORKERS / "closures_cases.py", TORCHRUN)
 test_changed_optimizer = each_case(WORKERS / "changed_optimizer_cases.py", TORCHRUN)
 test_closing = each_case(WORKERS / "closing_cases.py", TORCHRUN)
+test_failed_steps = each_case(WORKERS / "failed_steps_cases.py", TORCHRUN)
 test_hidden_options = each_case(WORKERS / "hidden_options_cases.py", TORCHRUN)
 test_dense = each_case(WORKERS / "dense_cases.py", TORCHRUN)
 test_zero = each_case(WORKERS / "zero_cases.py", TORCHRUN)

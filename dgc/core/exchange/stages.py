@@ -7,7 +7,7 @@ import os
 import threading
 
 from dgc.core.exchange.step import Step
-from dgc.errors import DGCError, RemoteError, TransportError
+from dgc.errors import DGCError, RemoteError, TransportError, unraised
 
 # How often this process was forked. Calling getpid() before every gradient would take longer.
 _forks = 0
@@ -137,7 +137,7 @@ class LatestStep:
     def announce(self, error: DGCError, parameter: int | None = None) -> None:
         """Let the next message carry an error of this rank, unless there was an earlier one."""
         with self.lock:
-            self.announced = self.announced or (error, parameter)
+            self.announced = self.announced or (unraised(error), parameter)
             self.lock.notify_all()
 
     def break_off(self, error: DGCError) -> None:
@@ -147,10 +147,11 @@ class LatestStep:
             self.enter(Event.BREAK)
 
     def fail(self, error: DGCError) -> DGCError:
-        """End the step because of an error; return the first error, which the caller must raise."""
-        self.break_off(error)
+        """End the step because of an error; return a copy of the first error, which the caller must raise."""
+        self.break_off(unraised(error))
         self.enter(Event.RAISE)
-        return self.error or error
+        assert self.error is not None, "it was broken off"
+        return unraised(self.error).with_traceback(self.error.__traceback__)
 
     def recover(self) -> None:
         """Forget the step and its error: the state was reset or loaded."""
