@@ -1,11 +1,11 @@
 """Train small models on many ranks of one process, gathered and with owners: the loss after equal steps.
 
-    OMP_NUM_THREADS=1 python benchmarks/many_ranks_accuracy.py gpt 16 dense gather 1 2 4 8 all2 --seeds 0 1 --json FILE
+    OMP_NUM_THREADS=1 python benchmarks/many_ranks_accuracy.py gpt 16 dense gather 4:int8 4:int2 --seeds 0 1 --json FILE
 
 Each word after the number of ranks is one training: ``dense``; ``gather``; a number, how many sums an owner sends for
-each entry that comes to it on average; ``all2``, two bits for every sum; ``batch`` before a word: each rank has as many
-samples as 4 ranks have, instead of its part of one global batch. Every rank has the core's own exchange, over
-:mod:`dgc.transport.local`; their gradients are computed together.
+each entry that comes to it on average (100: all), and perhaps the codec of their values. ``batch`` among the words:
+each rank has as many samples as 4 ranks have, instead of its part of one global batch. Every rank has the core's own
+exchange, over :mod:`dgc.transport.local`; their gradients are computed together.
 """
 
 from __future__ import annotations
@@ -159,41 +159,12 @@ class Task:
             return float(self.loss(model(x), y))
 
 
-def choose(word: str):
+def choose(word: str) -> None:
     """Patch the core's budget for one training."""
-    dealing = message.Dealing
-    if word == "all2":
-
-        class EverySum(message.SparseCodec):
-            """Two bits for every place."""
-
-            def __init__(self, stripes, k, indices, values):
-                super().__init__(stripes, k, indices, values)
-                self.places = np.concatenate([np.arange(s.start, s.stop) for s in stripes.slices.values()])
-                self.max_bytes = self.values.max_bytes(stripes.sparse_size, len(stripes.sparse))
-
-            def encode(self, positions, values, out):
-                bounds = self._bucket.bounds(positions)
-                used = self.values.encode(values, bounds, out)
-                out[used:] = 0
-                return self.values.decode(out, len(values), bounds)[0]
-
-            def decode(self, payload, count):
-                places = self.places
-                return places, self.values.decode(payload, count, self._bucket.bounds(places))[0]
-
-        class All(dealing):
-            def __init__(self, bucket, ks, ranks, indices, values):
-                super().__init__(bucket, ks, ranks, indices, values)
-                places = self.stripes[0].sparse_size
-                self.ks = tuple(max(each.slices[s].stop - each.slices[s].start for each in self.stripes)
-                                for s in bucket.sparse)  # fmt: skip
-                self.second = [EverySum(each, places, indices, values) for each in self.stripes]
-                self.payload_bytes = self.second[0].max_bytes
-
-        return All
-    message.SUMS_PER_ENTRY = float(word)
-    return dealing
+    sums, _, codec = word.partition(":")
+    message.SUMS_PER_ENTRY = float(sums)
+    if codec:
+        message.SUM_VALUES = {"int2": codec}
 
 
 def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:
@@ -208,11 +179,10 @@ def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:
         return task.loss(functional_call(model, dict(zip(names, values, strict=True)), (x,)), y)
 
     gradients_of = vmap(grad(loss_of), in_dims=(None, 0, 0))
-    first = message.Dealing
     exchanges = []
     if word != "dense":
         if word != "gather":
-            message.Dealing = choose(word)
+            choose(word)
         exchange = "gather" if word == "gather" else "reduce-scatter"
         options = {"momentum": 0.0 if task.adam else 0.9, "exchange": exchange, **task.options}
         config = make_config(options).suited(task.adam)
@@ -220,7 +190,6 @@ def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:
             [Parameter(n, tuple(p.shape), "float32") for n, p in zip(names, params, strict=True)], config
         )
         exchanges = [Exchange(layout, config, t, NumbaKernels(1)) for t in local_world(ranks)]
-        message.Dealing = first
     u = [torch.zeros_like(p) for p in params]
     second = [torch.zeros_like(p) for p in params]
     losses, count = [], len(params)

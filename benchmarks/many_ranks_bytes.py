@@ -2,7 +2,7 @@
 
 They follow from the plans alone, so they are the same on every machine. What passes through a rank: all messages but
 its own in an allgather or an alltoall, 2 (P - 1) / P of a vector in an allreduce (rings). Beside them Ok-Topk's formula
-6 k (P - 1) / P and the lower bound 2 k, in entries of 8 bytes as that paper counts them (a position and a value).
+6 k (P - 1) / P and the lower bound 2 k, in words of 4 bytes: that paper sends a position and a value as two words.
 Writes ``benchmarks/results/many-ranks-bytes.json``.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from compress import MODELS
+from compress import resnet50
 
 from dgc.core.compressors import make_config
 from dgc.core.config import entries_to_send
@@ -20,6 +20,17 @@ from dgc.core.message import make_plan
 
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 DENSITIES = [0.001, 1 / 64, 0.05]
+
+
+def gpt2() -> list[tuple[int, ...]]:
+    """List the shapes of a transformer with 124 million parameters."""
+    width = 768
+    block: list[tuple[int, ...]] = [(3 * width, width), (3 * width,), (width, width), (width,), (4 * width, width)]
+    block += [(4 * width,), (width, 4 * width), (width,), (width,), (width,), (width,), (width,)]
+    return [(50257, width), (1024, width), *(12 * block), (width,), (width,)]
+
+
+MODELS = {"resnet50": resnet50, "gpt2": gpt2}
 RESULT = Path(__file__).parent / "results" / "many-ranks-bytes.json"
 
 
@@ -48,8 +59,8 @@ def through_a_rank(layout: Layout, density: float | None, ranks: int, *, deals: 
 def main() -> None:
     """Print the table and write the result."""
     rows = []
-    for model in ("resnet50", "transformer"):
-        tensors = [Parameter(str(i), shape, "float32") for i, shape in enumerate(MODELS[model]())]
+    for model, shapes in MODELS.items():
+        tensors = [Parameter(str(i), shape, "float32") for i, shape in enumerate(shapes())]
         layout = make_layout(tensors, make_config({}))
         for density in DENSITIES:
             k = sum(entries_to_send(s.length, density) for b in layout.buckets for s in b.sparse)
@@ -60,7 +71,7 @@ def main() -> None:
                 row = {"model": model, "parameters": layout.numel, "density": density, "ranks": ranks}
                 row |= {"dense": round(dense), "gather": gathered, "reduce-scatter": owners}
                 row |= {"buckets": len(layout.buckets), "buckets with owners": dealt}
-                row |= {"ok-topk": round(48 * k * (ranks - 1) / ranks), "bound": 16 * k}
+                row |= {"ok-topk": round(24 * k * (ranks - 1) / ranks), "bound": 8 * k}
                 rows.append(row)
                 print(
                     f"{model:12} {density:8.3%} {ranks:5} dense {dense / 1e6:8.1f} MB  gather {gathered / 1e6:8.2f} "

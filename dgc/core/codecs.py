@@ -554,26 +554,37 @@ class SparseCodec:
 
 
 class SmallCodec:
-    """Write and read the small dense tensors of one bucket with a value codec. Each tensor is a group.
+    """Write and read the small dense tensors of one bucket, or a span of them, with a value codec.
+
+    Each tensor is a group.
 
     N = elements of these tensors' part of the bucket, with the padding between them, which is not sent. A block always
     takes ``max_bytes``.
     """
 
-    def __init__(self, bucket: Bucket, name: str) -> None:
+    def __init__(self, bucket: Bucket, name: str, span: slice | None = None) -> None:
+        """Code the elements of ``span`` in that part of the bucket; all if None."""
         self.values = VALUE_CODECS[name]
         self.size = bucket.small_size
-        segments = [s for s in bucket.small if s.length]
-        self._starts = np.array([s.offset - bucket.sparse_size for s in segments], np.int64)
-        self._bounds = np.cumsum([0, *(s.length for s in segments)], dtype=np.int64)
-        self.max_bytes = self.values.max_bytes(int(self._bounds[-1]), len(segments))
+        self._span = span = span or slice(0, self.size)
+        ends = [(s.offset - bucket.sparse_size, s.slice.stop - bucket.sparse_size) for s in bucket.small]
+        groups = [(max(a, span.start), min(b, span.stop)) for a, b in ends]
+        groups = [(a, b) for a, b in groups if a < b]
+        self._starts = np.array([a for a, _ in groups], np.int64)
+        self._bounds = np.cumsum([0, *(b - a for a, b in groups)], dtype=np.int64)
+        self.max_bytes = self.values.max_bytes(int(self._bounds[-1]), len(groups)) if groups else 0
         lengths = np.diff(self._bounds)
         # Where each element lies in the part.
         self._places = np.repeat(self._starts - self._bounds[:-1], lengths) + np.arange(self._bounds[-1])
 
     def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:
-        """Write (N,) float32 ``x``, finite and 0 between tensors, as a block; set ``left`` to ``x - decoded``."""
-        left.fill(0)
+        """Write (N,) float32 ``x``, finite and 0 between tensors, as a block; set ``left`` to ``x - decoded``.
+
+        Elements of ``left`` outside the span stay as they are.
+        """
+        left[self._span] = 0
+        if not self.max_bytes:
+            return
         if isinstance(self.values, IntegerValues):
             self.values.write_apart(x, self._starts, self._bounds, out, left)
             return
@@ -583,6 +594,8 @@ class SmallCodec:
 
     def add(self, data: np.ndarray, sums: np.ndarray) -> None:
         """Read a block and add it to ``sums``, (N,) float32."""
+        if not self.max_bytes:
+            return
         with np.errstate(over="ignore", invalid="ignore"):
             if isinstance(self.values, IntegerValues):
                 self.values.add_apart(data, self._starts, self._bounds, sums)

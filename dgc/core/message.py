@@ -201,20 +201,16 @@ class Mode(enum.Enum):
     SUM = "selected entries in a vector of zeros, as a dense sum: fewer bytes at high density"
 
 
-# The bytes before a part's entries.
-PART_HEADER = np.dtype([("kind", "S4"), ("count", "<u4")])
-
-
-class PartKind(enum.Enum):
-    """The first bytes of a part. Any two differ in several bits, so that a single damaged bit is noticed."""
-
-    ENTRIES = b"DGCp"
-    NONFINITE = b"DGCn"  # the sender's gradient has a value that is not finite: the step is refused on every rank
-    ERROR = b"DGCe"  # the sender failed: its message, which follows, says how
-
+# The bytes before a part's entries. A part has no flags: the sender's message, which follows, carries them.
+PART_HEADER = np.dtype([("magic", "S4"), ("count", "<u4")])
+PART_MAGIC = b"DGCp"
 
 # How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
 SUMS_PER_ENTRY = 4
+
+# The codec of an owner's sums, if it differs from the codec of entries. A sum is rounded after its entries were rounded.
+# In a small GPT, four sums of eight bits lost half as much against gathering as eight sums of two bits.
+SUM_VALUES = {"int2": "int8"}
 
 # A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
 # entries that do not fit, less than 0.9 % / sqrt(mean) of all, are sent later.
@@ -232,17 +228,26 @@ class Dealing:
         stripes: the positions of each owner.
         first: the codec of each owner's parts.
         second: the codec of each owner's sums.
+        small: the codec of each owner's span of small tensors, in both phases; empty if small tensors are not coded.
+        small_bytes: bytes for such a span, in a part (at ``small_at``) and in a message.
     """
 
-    def __init__(self, bucket: Bucket, ks: tuple[int, ...], ranks: int, indices: str, values: str) -> None:
+    def __init__(
+        self, bucket: Bucket, ks: tuple[int, ...], ranks: int, indices: str, values: str, small: str = "float32"
+    ) -> None:
         self.stripes = [Stripes(bucket, rank, ranks) for rank in range(ranks)]
         places = self.stripes[0].sparse_size
         mean = sum(ks) / ranks
         self.capacity = min(places, math.ceil(mean + PART_MARGIN * math.sqrt(mean)))
         self.ks = tuple(min(places, math.ceil(SUMS_PER_ENTRY * k / ranks)) for k in ks)
         self.first = [SparseCodec(each, self.capacity, indices, values) for each in self.stripes]
-        self.second = [SparseCodec(each, min(places, sum(self.ks)), indices, values) for each in self.stripes]
-        self.part_bytes = PART_HEADER.itemsize + self.first[0].max_bytes
+        most, sums = min(places, sum(self.ks)), SUM_VALUES.get(values, values)
+        self.second = [SparseCodec(each, most, indices, sums) for each in self.stripes]
+        coded = small != "float32" and bucket.small_size
+        self.small = [SmallCodec(bucket, small, each.small) for each in self.stripes] if coded else []
+        self.small_bytes = max((each.max_bytes for each in self.small), default=0)
+        self.small_at = PART_HEADER.itemsize + self.first[0].max_bytes
+        self.part_bytes = self.small_at + self.small_bytes
         self.payload_bytes = self.second[0].max_bytes
 
 
@@ -292,12 +297,19 @@ class BucketPlan:
         self.most_entries = sum(self.dealing.ks if self.dealing else self.ks)
         self.is_active = self.mode is not Mode.DENSE and bool(self.ks)
         self.plain_start, self.coded_bytes = (self.small.size, self.small.max_bytes) if self.small else (0, 0)
+        if self.dealing:
+            self.coded_bytes = self.dealing.small_bytes
         plain = self.vector_size - self.plain_start
         self.allreduces = plain > 0 and not self.inline
         self.inline_bytes = plain * self.itemsize if self.inline else 0
         self.dense_bytes = self.coded_bytes + self.inline_bytes
         self.coded_bytes_at = HEADER_BYTES + self.payload_bytes
         self.inline_bytes_at = self.coded_bytes_at + self.coded_bytes
+
+    @property
+    def small_codecs(self) -> list[SmallCodec]:
+        """The codecs of small tensors: none, one, or one for each owner."""
+        return self.dealing.small if self.dealing else [self.small] if self.small else []
 
     @property
     def codec(self) -> SparseCodec:
@@ -326,9 +338,10 @@ def make_plan(
     ids = (compressor, int(codec.indices.id), int(codec.values.id))
     dealing, payload = None, codec.max_bytes
     if deals and ks:
-        offered = Dealing(bucket, ks, ranks, indices, values)
-        if offered.part_bytes + offered.payload_bytes < payload:
+        offered = Dealing(bucket, ks, ranks, indices, values, small)
+        if offered.small_at + offered.payload_bytes < payload:
             dealing, payload = offered, offered.payload_bytes
+            ids = (compressor, int(codec.indices.id), int(offered.second[0].values.id))
     return plan_for(
         bucket, ids, ks, payload, density=density, ranks=ranks, small=small, selection=codec, dealing=dealing
     )
@@ -351,17 +364,18 @@ def plan_for(
     mode, payload = Mode.DENSE, payload_bytes
     if density is not None:
         # The costs of a ring: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
-        gathered = (ranks - 1) * (payload + (dealing.part_bytes if dealing else 0))
+        gathered = (ranks - 1) * (payload + (dealing.small_at if dealing else 0))
         reduced = 2 * (ranks - 1) / ranks * itemsize * bucket.sparse_size
         mode = Mode.SUM if gathered > reduced else Mode.SPARSE
     if mode is not Mode.SPARSE:
         payload, dealing = 0, None
     start = bucket.sparse_size if mode is Mode.SPARSE else 0
     vector = bucket.size - start
-    coder = _small_codec(bucket, small, ranks) if mode is Mode.SPARSE and density is not None else None
+    coder = _small_codec(bucket, small, ranks, dealing) if mode is Mode.SPARSE and density is not None else None
+    coded = dealing.small_bytes if dealing else coder.max_bytes if coder else 0
     plain = (vector - (coder.size if coder else 0)) * itemsize
     inline = plain == 0 or _inline(plain, plain, ranks)
-    message = HEADER_BYTES + payload + (coder.max_bytes if coder else 0) + (plain if inline else 0)
+    message = HEADER_BYTES + payload + coded + (plain if inline else 0)
     message = max(MIN_MESSAGE_BYTES, message)
     if (largest := max(message, ranks * dealing.part_bytes if dealing else 0)) > MAX_MESSAGE_BYTES:
         raise LayoutError(
@@ -373,12 +387,12 @@ def plan_for(
     )
 
 
-def _small_codec(bucket: Bucket, name: str, ranks: int) -> SmallCodec | None:
+def _small_codec(bucket: Bucket, name: str, ranks: int, dealing: Dealing | None) -> SmallCodec | None:
     """Return the codec of the bucket's small tensors; None without such tensors, or if an allreduce is cheaper."""
     if name == "float32" or not bucket.small_size:
         return None
     coder = SmallCodec(bucket, name)
-    return coder if _inline(coder.max_bytes, 4 * bucket.small_size, ranks) else None
+    return coder if dealing or _inline(coder.max_bytes, 4 * bucket.small_size, ranks) else None
 
 
 def _inline(inside: int, reduced: int, ranks: int) -> bool:

@@ -30,7 +30,8 @@ class BucketState:
         thresholds: (S, c) float64, which the selection updates.
         error: (small_size,) float32 on the host: the error of the small tensors' codec so far. If ``residual_pending``,
             the next step adds it to their gradients; otherwise it is 0.
-        w: (n,) float32 on the host: the residual of the sums that this rank owns; n = 0 if ranks own no positions.
+        w: (n,) float32 on the host: what this rank has not sent yet of the sums that it owns; n = 0 if ranks own none.
+        owned_error: (small_size,) float32: the same for small tensors, 0 outside this rank's span; empty as w may be.
     """
 
     def __init__(self, bucket: Bucket, kernels: Kernels, stripes: Stripes | None = None) -> None:
@@ -43,27 +44,39 @@ class BucketState:
         self.residual_pending = False
         self.stripes = stripes
         self.w = np.zeros(stripes.sparse_size if stripes else 0, np.float32)
+        self.owned_error = np.zeros(bucket.small_size if stripes else 0, np.float32)
 
-    def w_of(self, segment: Segment) -> np.ndarray:
-        """Return a view of w for a sparsified tensor."""
-        return self.w[self.stripes.slices[segment]] if self.stripes else self.w
-
-    def owned(self, segment: Segment) -> np.ndarray:
-        """Return the places in a sparsified tensor of the elements of :meth:`w_of`."""
+    def owned(self, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+        """Return a view of a tensor's unsent sums that this rank owns, (m,), and their places in the tensor, (m,)."""
         if self.stripes is None:
-            return np.empty(0, np.int64)
-        places = self.stripes.slices[segment]
-        return self.stripes.positions(np.arange(places.start, places.stop)) - segment.offset
+            return self.w, np.empty(0, np.int64)
+        first = segment.offset - self._bucket.sparse_size
+        if first < 0:
+            places = self.stripes.slices[segment]
+            return self.w[places], self.stripes.positions(np.arange(places.start, places.stop)) - segment.offset
+        inside = np.arange(max(first, self.stripes.small.start), min(first + segment.length, self.stripes.small.stop))
+        return self.owned_error[inside[0] : inside[-1] + 1] if inside.size else self.w[:0], inside - first
 
-    def return_w(self) -> None:
-        """Move w into v, so that this rank sends it as its own. The sum over all ranks does not change."""
-        if not self.w.any():
-            return
-        v = self._memory.to_host(self.v)
-        for segment in self._bucket.sparse:
-            v[segment.slice][self.owned(segment)] += self.w_of(segment)
-        self._memory.copy_in(self.v, v)
-        self.w.fill(0)
+    def set_owned(self, segment: Segment, sums: np.ndarray) -> np.ndarray:
+        """Store those of a tensor's unsent sums, (length,), that this rank owns; return the sums without these."""
+        rest, (owned, places) = np.array(sums, np.float32), self.owned(segment)
+        owned[...] = rest[places]
+        rest[places] = 0
+        return rest
+
+    def return_owned(self) -> None:
+        """Move unsent sums into this rank's own residuals. Their total over all ranks stays the same."""
+        if self.w.any():
+            v = self._memory.to_host(self.v)
+            for segment in self._bucket.sparse:
+                owned, places = self.owned(segment)
+                v[segment.slice][places] += owned
+            self._memory.copy_in(self.v, v)
+            self.w.fill(0)
+        if self.owned_error.any():
+            self.error += self.owned_error
+            self.residual_pending = True
+            self.owned_error.fill(0)
 
     def thresholds_of(self, segment: Segment) -> np.ndarray:
         """Return a view of the thresholds of a sparsified tensor, (c,)."""
@@ -78,16 +91,16 @@ class BucketState:
     def held(self, segment: Segment) -> list[Array]:
         """Return views of all arrays of a tensor."""
         held = [self.u[segment.slice], self.v[segment.slice], self.error_of(segment)]
-        if segment.offset >= self._bucket.sparse_size:
-            return held
-        return [*held, self.thresholds_of(segment), self.w_of(segment)]
+        if segment.offset < self._bucket.sparse_size:
+            held.append(self.thresholds_of(segment))
+        return [*held, self.owned(segment)[0]]
 
     def copy(self) -> BucketState:
         """Return a copy."""
         other = copy.copy(self)
         other.u, other.v = (self._memory.zeros(a.size, a.dtype) for a in (self.u, self.v))
         other.thresholds, other.error = np.empty_like(self.thresholds), np.empty_like(self.error)
-        other.w = np.empty_like(self.w)
+        other.w, other.owned_error = np.empty_like(self.w), np.empty_like(self.owned_error)
         other.assign(self)
         return other
 
@@ -97,12 +110,14 @@ class BucketState:
         self._memory.copy(self.v, other.v)
         self.thresholds[...] = other.thresholds
         self.error[...] = other.error
-        self.w[...] = other.w
+        self.w[...], self.owned_error[...] = other.w, other.owned_error
         self.residual_pending = other.residual_pending
 
     def clear_error(self) -> None:
-        """Forget the error of the small tensors' codec."""
+        """Forget the error of the small tensors' codec, and unsent sums."""
         self.error.fill(0)
+        self.w.fill(0)
+        self.owned_error.fill(0)
         self.residual_pending = False
 
 
@@ -180,7 +195,7 @@ class State:
     def residual_norm(self) -> float:
         """Return the L2 norm of all residuals of this rank, also those of small tensors."""
         squares = sum(self._memory.sum_of_squares(b.v) for b in self.buckets)
-        others = [array for b in self.buckets for array in (b.error, b.w)]
+        others = [array for b in self.buckets for array in (b.error, b.w, b.owned_error)]
         return float(np.sqrt(squares + sum(float(np.square(a, dtype=np.float64).sum()) for a in others)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,11 +207,12 @@ class State:
             if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(state.v[segment.slice])
                 entry["threshold"] = state.thresholds_of(segment).copy()
-                if state.stripes:
-                    entry["w"] = np.zeros(segment.length, np.float32)
-                    entry["w"][state.owned(segment)] = state.w_of(segment)
             elif state.residual_pending and (error := state.error_of(segment)).size:
                 entry["error"] = error.copy()
+            if state.stripes and (self._layout.is_sparsified(i) or state.error_of(segment).size):
+                owned, places = state.owned(segment)
+                entry["w"] = np.zeros(segment.length, np.float32)
+                entry["w"][places] = owned
             parameters[p.name] = entry
         return {"format": FORMAT, "step": self.step, "parameters": parameters}
 
@@ -214,20 +230,17 @@ class State:
         for i, p in enumerate(self._layout.parameters):
             entry, (state, segment) = saved["parameters"][p.name], self._place(i)
             self.set_momentum_buffer(i, entry["u"])
+            # Of a state that was saved with other ranks or buckets, other ranks may own a part here.
+            rest = state.set_owned(segment, entry["w"]) if "w" in entry else np.empty(0)
             if self._layout.is_sparsified(i):
-                v = entry["v"]
-                if "w" in entry:  # a job with other ranks or buckets may have saved it: keep only what this rank owns
-                    owned, w = state.owned(segment), np.array(entry["w"], np.float32)
-                    state.w_of(segment)[...] = w[owned]
-                    w[owned] = 0
-                    v = v + w
-                else:
-                    state.w_of(segment).fill(0)
+                v = entry["v"] + rest if rest.any() else entry["v"]
                 self._memory.copy_in(state.v[segment.slice], v)
                 row, threshold = state.thresholds_of(segment), entry.get("threshold")
                 row[...] = threshold if threshold is not None and len(threshold) == row.size else np.nan
-            elif "error" in entry:
-                state.error_of(segment)[...] = entry["error"]
+            elif "error" in entry or rest.any():
+                state.error_of(segment)[...] = entry.get("error", 0.0)
+                if rest.any():
+                    state.error_of(segment)[...] += rest
                 state.residual_pending = True
         self.step = int(saved["step"])
 

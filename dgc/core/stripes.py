@@ -40,12 +40,16 @@ class Stripes:
     Attributes:
         sparse_size: the number of places. It is the same on all ranks, so a few places may lie beyond the bucket.
         sparse: the bucket's sparsified tensors.
+        small: the rank's span of the bucket's small tensors: these are dealt in one piece for each rank.
     """
 
     def __init__(self, bucket: Bucket, rank: int, ranks: int) -> None:
         self.bucket, self.rank, self.ranks = bucket, rank, ranks
         self.sparse = bucket.sparse
         self.sparse_size = -(-bucket.sparse_size // (STRIPE * ranks)) * STRIPE
+        piece = -(-bucket.small_size // (ALIGNMENT * ranks)) * ALIGNMENT
+        first, stop = (min(r * piece, bucket.small_size) for r in (rank, rank + 1))
+        self.small = slice(first, stop)
 
     def positions(self, places: np.ndarray) -> np.ndarray:
         """Return the positions in the bucket of (n,) int64 places."""

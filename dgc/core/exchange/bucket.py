@@ -25,7 +25,7 @@ from dgc.core.exchange.owners import Owners
 from dgc.core.exchange.step import Step
 from dgc.core.kernels.base import Array, Kernels, SegmentWork, Selection, is_finite
 from dgc.core.layout import Bucket, Segment
-from dgc.core.message import Incoming, Messages, Mode, PartKind
+from dgc.core.message import Incoming, Messages, Mode
 from dgc.core.state import BucketState, State
 from dgc.errors import DGCError, LayoutError, WireError
 
@@ -95,7 +95,7 @@ class BucketStep:
         if self.plan.dealing:
             parts.owners.start(self.plan)
         elif self.plan.is_active:
-            state.return_w()
+            state.return_owned()
 
     # -- on the communication thread -----------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class BucketStep:
         count, nonfinite = self._compress()
         since = stats.lap("compress", since)
         if self.plan.dealing:
-            count, overflows = self._reduce(nonfinite)
+            count, overflows = self._reduce()
             nonfinite |= overflows
         self._finish_message(count, nonfinite)
         messages = self._gather()
@@ -176,13 +176,14 @@ class BucketStep:
             if plan.mode is Mode.SUM:
                 self._fill(vector.values, self._parts.encoder.own(plan))
         nonfinite |= (self._packing or vector.begin_packing(self.step))()
-        nonfinite |= not vector.code_small(self._state, messages.coded)
+        blocks = self._parts.owners.small_blocks if plan.dealing else [messages.coded] if plan.small else []
+        nonfinite |= not vector.code_small(self._state, blocks)
         if plan.inline_bytes:
             messages.inline(vector.plain)
         return self.count, nonfinite
 
-    def _reduce(self, nonfinite: bool) -> tuple[int, bool]:
-        """Send the selected entries to their owners, and put the sums that this rank owns into its message.
+    def _reduce(self) -> tuple[int, bool]:
+        """Send selected entries to their owners; put the sums that this rank owns into its message.
 
         Returns:
             The number of sums, and whether one is not finite.
@@ -191,9 +192,10 @@ class BucketStep:
         assert isinstance(own, SparseValues), "the plan is one of selected entries"
         self.dealt = owners.deal(own)
         self.count = self.dealt.positions.size
-        owners.exchange(PartKind.NONFINITE if nonfinite else PartKind.ENTRIES)
+        owners.exchange()
         self._count_parts()
-        return owners.add_up(self._state.w, self._parts.messages.payload)
+        messages = self._parts.messages
+        return owners.add_up(self._state, messages.payload, messages.coded)
 
     def _finish_message(self, count: int, nonfinite: bool) -> None:
         absent, joins = _digest(self.kept) if self.kept else 0, self.step.options.joins
@@ -286,6 +288,7 @@ class BucketStep:
         stats.sparse_elements += parts.sparse_elements
         stats.entries_sent += parts.sparse_elements if plan.mode is Mode.DENSE else self.count
         if plan.mode is Mode.SPARSE:
+            stats.small_bytes += (parts.transport.size - 1) * plan.dealing.small_bytes if plan.dealing else 0
             stats.small_bytes += plan.coded_bytes + (plan.vector_size - plan.plain_start) * plan.itemsize
 
     # -- on the caller's thread ----------------------------------------------------------------------------------------
@@ -329,6 +332,7 @@ class BucketStep:
         encoder, state = self._parts.encoder, self._state
         if self.dealt is not None and encoder.keeps_residual:
             state.w[...] = self._parts.owners.left
+            state.owned_error[...] = self._parts.owners.left_small
         masking = encoder.masks(self.plan, self.count)
         if not (encoder.keeps_residual or masking):
             return

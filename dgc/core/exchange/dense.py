@@ -75,13 +75,17 @@ class DenseVector:
             part.gradient, part.scale = submissions[s.parameter].gradient, scales[s.parameter]
         return self._kernels.begin_packing(self._parts, self._dense) if self._parts else lambda: False
 
-    def code_small(self, state: BucketState, coded: np.ndarray) -> bool:
+    def code_small(self, state: BucketState, blocks: Sequence[np.ndarray]) -> bool:
         """Add residuals to small tensors' gradients, and code them if the plan says so; return whether all are finite.
 
         The residuals change only in :meth:`commit`, so a step that is refused or fails does not change them.
+
+        Args:
+            state: of the bucket.
+            blocks: for each of the plan's ``small_codecs``, the bytes for its block.
         """
-        codec = self._plan.small
-        if not (state.residual_pending or codec):
+        codecs = self._plan.small_codecs
+        if not (state.residual_pending or codecs):
             return True
         self._has_coded = True
         first = self._bucket.sparse_size - self._origin
@@ -89,11 +93,12 @@ class DenseVector:
         if state.residual_pending:
             x += state.error
         finite = is_finite(x)
-        if codec and finite:
-            codec.encode(x, coded, self._lost)
-        else:
-            coded.fill(0)
-        if not (codec and self._keeps_error):
+        for codec, block in zip(codecs, blocks, strict=True):
+            if finite:
+                codec.encode(x, block, self._lost)
+            else:
+                block.fill(0)
+        if not (codecs and finite and self._keeps_error):
             self._lost.fill(0)
         return finite
 
@@ -106,12 +111,12 @@ class DenseVector:
 
     def add(self, messages: Sequence[Incoming]) -> None:
         """Replace the parts that were sent inside messages by their sum over the ranks."""
-        if self._plan.small:
+        if codecs := self._plan.small_codecs:
             small = self.values[: self._plan.plain_start]
             small.fill(0)
             for message in messages:
                 try:
-                    self._plan.small.add(message.coded, small)
+                    codecs[message.sender if self._plan.dealing else 0].add(message.coded, small)
                 except WireError as error:
                     raise message.damaged(error) from error
         if self._plan.inline_bytes:

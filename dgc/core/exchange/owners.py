@@ -11,16 +11,16 @@ import numpy as np
 
 from dgc.core.collectives import Transport
 from dgc.core.compressors.base import SparseValues
-from dgc.core.kernels.base import Kernels, SegmentWork
+from dgc.core.kernels.base import Kernels, SegmentWork, is_finite
 from dgc.core.kernels.reference import top_k
 from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Bucket
-from dgc.core.message import PART_HEADER, BucketPlan, Dealing, Incoming, PartKind
+from dgc.core.message import PART_HEADER, PART_MAGIC, BucketPlan, Dealing, Incoming
+from dgc.core.state import BucketState
 from dgc.core.stripes import owners_of
-from dgc.errors import WireError
+from dgc.errors import LayoutError, WireError
 
 _HEAD = PART_HEADER.itemsize
-_KINDS = [kind.value for kind in PartKind]
 
 
 class Owners:
@@ -29,6 +29,8 @@ class Owners:
     Attributes:
         are_out: whether this rank has sent its parts in this step.
         left: (n,) float32: the next value of w, if the step is committed.
+        left_small: (N,) float32: the next error of the small tensors' sums, if the step is committed.
+        small_blocks: (small_bytes,) uint8 of each part, for small tensors.
     """
 
     _dealing: Dealing
@@ -39,6 +41,8 @@ class Owners:
         self._thresholds = new_thresholds(len(bucket.sparse))
         self._parts = self._came = np.empty((0, 0), np.uint8)
         self.left = self._sums = np.empty(0, np.float32)
+        self.left_small = np.zeros(bucket.small_size, np.float32)
+        self.small_blocks: list[np.ndarray] = []
         self.are_out = False
 
     def start(self, plan: BucketPlan) -> None:
@@ -48,6 +52,7 @@ class Owners:
         ranks, size = self._transport.size, plan.dealing.part_bytes
         if self._parts.shape != (ranks, size):
             self._parts, self._came = np.zeros((ranks, size), np.uint8), np.zeros((ranks, size), np.uint8)
+        self.small_blocks = [part[plan.dealing.small_at :] for part in self._parts if plan.dealing.small]
         if self._kernels.on_device:
             from dgc.core.kernels.cpu import NumbaKernels  # this import loads Numba
 
@@ -75,48 +80,48 @@ class Owners:
                 chosen = chosen[top_k(values[chosen], dealing.capacity)]
                 is_sent[chosen] = True
             places = dealing.stripes[rank].places(entries.positions[chosen])
-            values[chosen] = dealing.first[rank].encode(places, values[chosen], part[_HEAD:])
-            part[:_HEAD].view(PART_HEADER)["count"] = chosen.size
+            values[chosen] = dealing.first[rank].encode(places, values[chosen], part[_HEAD : dealing.small_at])
+            part[:_HEAD].view(PART_HEADER)[0] = (PART_MAGIC, chosen.size)
         return SparseValues(entries.positions[is_sent], values[is_sent])
 
-    def exchange(self, kind: PartKind) -> None:
-        """Send the parts, marked as of this kind, and receive the parts for this rank. Blocking."""
-        for part in self._parts:
-            part[:_HEAD].view(PART_HEADER)["kind"] = kind.value
+    def exchange(self) -> None:
+        """Send the parts, and receive those for this rank. Blocking."""
         self.are_out = True
         self._transport.alltoall(self._parts, self._came)
 
     def send_nothing(self) -> None:
         """Send parts without entries, because this rank has failed. Its message carries the error."""
         self._parts.fill(0)
-        self.exchange(PartKind.ERROR)
+        for part in self._parts:
+            part[:_HEAD].view(PART_HEADER)["magic"] = PART_MAGIC
+        self.exchange()
 
     # -- between the phases, on the owner ------------------------------------------------------------------------------
 
-    def add_up(self, w: np.ndarray, payload: np.ndarray) -> tuple[int, bool]:
-        """Write the largest sums into the payload, and set :attr:`left`.
+    def add_up(self, state: BucketState, payload: np.ndarray, coded: np.ndarray) -> tuple[int, bool]:
+        """Write the largest sums into the payload and the small tensors' sums into ``coded``; set what is left of both.
 
         Returns:
-            The number of entries, and whether a sum is not finite. If a rank's part is not one of entries, nothing is
-            added; that rank's message tells the reason.
+            The number of sums, and whether one is not finite.
 
         Raises:
             WireError: a part is damaged.
         """
         dealing, rank = self._dealing, self._transport.rank
         stripes, sums, left = dealing.stripes[rank], self._sums, self.left
-        left[...] = w
+        left[...], self.left_small[...] = state.w, state.owned_error
         payload.fill(0)
-        counts = [self._count(sender) for sender in range(len(self._came))]
-        if None in counts:
-            return 0, False
+        coded.fill(0)
         sums.fill(0)
-        for sender, count in enumerate(counts):
-            assert count is not None
+        for sender, part in enumerate(self._came):
             try:
-                places, values = dealing.first[rank].decode(self._came[sender, _HEAD:], count)
-            except WireError as error:
-                raise WireError(f"{self._origin(sender)}: {error}") from error
+                count = _count(part)
+                places, values = dealing.first[rank].decode(part[_HEAD : dealing.small_at], count)
+                if dealing.small:
+                    dealing.small[rank].add(part[dealing.small_at :], self.left_small)
+            except (WireError, LayoutError) as error:
+                origin = f"{self._transport.label(sender)} for bucket {self._bucket.index}"
+                raise WireError(f"part of {origin}: {error}") from error
             sums[places] += values
         work = [
             SegmentWork(gradient=sums[part], offset=part.start, length=part.stop - part.start, k=k)
@@ -125,21 +130,10 @@ class Owners:
         chosen = self._kernels.accumulate_and_select(work, sums, left, self._thresholds)
         values = dealing.second[rank].encode(chosen.positions, chosen.values, payload)
         left[chosen.positions] -= values
-        return chosen.positions.size, chosen.nonfinite
-
-    def _count(self, sender: int) -> int | None:
-        """Return how many entries the part from ``sender`` holds; None if it is of another kind."""
-        kind, count = self._came[sender, :_HEAD].view(PART_HEADER)[0].item()
-        if kind not in _KINDS or count > self._dealing.capacity:
-            raise WireError(
-                f"{self._origin(sender)}: it begins with {kind!r} and claims {count} entries; expected one of "
-                f"{', '.join(map(repr, _KINDS))} and at most {self._dealing.capacity} entries. It is damaged, or the "
-                "ranks are out of step."
-            )
-        return int(count) if kind == PartKind.ENTRIES.value else None
-
-    def _origin(self, sender: int) -> str:
-        return f"part of {self._transport.label(sender)} for bucket {self._bucket.index}"
+        overflows = chosen.nonfinite or not is_finite(self.left_small)
+        if dealing.small and not overflows:
+            dealing.small[rank].encode(self.left_small.copy(), coded, self.left_small)
+        return chosen.positions.size, overflows
 
     # -- second phase --------------------------------------------------------------------------------------------------
 
@@ -151,3 +145,11 @@ class Owners:
         """
         places, values = self._dealing.second[message.sender].decode(message.payload, message.count)
         return SparseValues(self._dealing.stripes[message.sender].positions(places), values)
+
+
+def _count(part: np.ndarray) -> int:
+    """Return how many entries a part holds."""
+    magic, count = part[:_HEAD].view(PART_HEADER)[0].item()
+    if magic != PART_MAGIC:
+        raise WireError(f"it begins with {magic!r}, expected {PART_MAGIC!r}: it is damaged, or ranks are out of step")
+    return int(count)

@@ -1,0 +1,81 @@
+"""Ranks that add up entries for each other, on real ranks over Gloo, with DDP's hook."""
+
+import pytest
+from launch_tools import run_mpi
+
+TRAINING = """
+import copy, os, signal
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from worker_tools import report
+import dgc.torch as dgc
+from dgc.core import message
+from dgc.torch.distributed import DistributedTransport
+
+message.SUMS_PER_ENTRY = 1  # by default owners save no bytes on 4 ranks
+dist.init_process_group("gloo")
+rank, dealt, alltoall = dist.get_rank(), [], DistributedTransport.alltoall
+
+def counting(transport, parts, out):
+    alltoall(transport, parts, out)
+    dealt.append(len(parts))
+    if len(dealt) == DIES_AFTER and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+DistributedTransport.alltoall = counting
+
+def build():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(60, 150), torch.nn.LayerNorm(150), torch.nn.Linear(150, 40))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    compression = dgc.Compression.dgc(sparsity=0.9, exchange="reduce-scatter")
+    dgc.ddp.register(model, optimizer, compression)
+    return model, optimizer, compression
+
+def train(model, optimizer, first, stop):
+    for step in range(first, stop):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(8, 60)).square().mean().backward()
+        optimizer.step()
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+"""
+
+RESUMED = """
+model, optimizer, _ = build()
+train(model, optimizer, 0, 6)
+straight = weights(model)
+model, optimizer, compression = build()
+train(model, optimizer, 0, 3)
+saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), compression.state_dict()])
+model, optimizer, compression = build()
+for each, state in zip((model, optimizer, compression), saved):
+    each.load_state_dict(state)
+train(model, optimizer, 3, 6)
+gathered = [None] * 4
+dist.all_gather_object(gathered, straight)
+report([
+    set(dealt) == {4},
+    any(entry["w"].any() for entry in saved[2]["parameters"].values() if "w" in entry),
+    all(torch.equal(a, b) for a, b in zip(weights(model), straight)),
+    all(torch.equal(a, b) for other in gathered for a, b in zip(other, straight)),
+])
+"""
+
+
+@pytest.mark.mpi
+def test_a_resumed_run_goes_on_bit_for_bit_and_replicas_are_equal():
+    result = run_mpi(4, TRAINING.replace("DIES_AFTER", "0") + RESUMED, launcher="torchrun")
+    assert result.values == [[True] * 4] * 4, result.explain()
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_killed_between_the_phases_ends_the_job():
+    script = TRAINING.replace("DIES_AFTER", "3") + "model, optimizer, _ = build()\ntrain(model, optimizer, 0, 1000)\n"
+    result = run_mpi(4, script, launcher="torchrun", check=False, timeout=240)
+    assert result.returncode not in (0, None), result.explain()
+    assert not result.timed_out, result.explain()
