@@ -1,11 +1,11 @@
-"""Adopt SGD's momentum and decay, or the first moment of Adam and its kin: the compressor applies them instead.
+"""Adopt SGD's momentum and decay, or the first moment of Adam-like optimizers: the compressor applies them instead.
 
-The user's optimizer line stays as it is, and so do its groups. The compressor reads them at the beginning of every
-step, and follows a scheduler, a loaded state or a value set by hand. While the optimizer updates the parameters the
+The user changes neither the optimizer's line nor its groups. The compressor reads the groups at the beginning of every
+step, so it follows a scheduler, a loaded state or a value set by hand. While the optimizer updates the parameters, the
 groups hold 0, so that nothing is applied twice. SGD's ``momentum_buffer`` becomes the compressor's u.
 
 Adam's second moment must see gradients, not their running mean. ``beta1`` is therefore adopted in the first step that
-selects entries; the steps before are Adam's own. ``exp_avg`` becomes u then, with its bias corrected: see
+selects entries; in the steps before, Adam applies it itself. ``exp_avg`` then becomes u, with its bias corrected. See
 :mod:`dgc.core.config`.
 """
 
@@ -25,7 +25,7 @@ from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
 from dgc.torch.tensors import as_array, local
 
-# Optimizers whose first moment is a running mean of gradients, ``exp_avg``, and which divide by another one.
+# Optimizers that keep a running mean of gradients, ``exp_avg``, and divide it by another running mean.
 _MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 
 _LEFT = (
@@ -43,18 +43,18 @@ _DECAY_LEFT = (
     "applies: it is weaker than in torch.optim.SGD, a tenth at momentum 0.9. Give weight_decay= to the compressor, and "
     "0 to {0}"
 )
-# Packages that define a step() of SGD, or of a wrapper of it, which is known to do nothing else with gradients.
+# Packages whose step(), for SGD or for a wrapper of it, is known to do nothing else with gradients.
 _KNOWN_STEPS = ("torch", "horovod", "dgc")
 
 _VARIANTS = {"dampening": "set dampening=0", "maximize": "minimise the negative loss"}
 _READ = ("momentum", "weight_decay", "nesterov", *_VARIANTS)
 
-# Parameters of a group that the compressor has, each with its index.
+# Those parameters of a group that the compressor exchanges, each with its index.
 Members = list[tuple[torch.Tensor, int]]
 
 
 class Adoption:
-    """The options that the compressor applies to each parameter, and the optimizer they are taken from.
+    """Holds the options that the compressor applies to each parameter, and the optimizer that they come from.
 
     Attributes:
         hyper: the options by parameter index, as the core uses them.
@@ -70,13 +70,14 @@ class Adoption:
         config: DGCConfig,
         exchange: Exchange,
     ) -> None:
-        """Read the optimizer's groups, without a change to them.
+        """Read the optimizer's groups, and change nothing in them.
 
-        Options of ``config`` that are not None are used instead of adopting. The u of ``exchange`` takes over momentum;
-        a group of which it selects no entries keeps its beta1.
+        Options of ``config`` that are not None are used instead of the optimizer's. The u of ``exchange`` receives the
+        momentum. If ``exchange`` selects no entries of a group, the group keeps its beta1.
 
         Raises:
-            ConfigError: momentum or weight decay both given and in the optimizer, dampening, or ``maximize=True``.
+            ConfigError: momentum or weight decay is set in ``config`` and in the optimizer, or the optimizer has
+                dampening or ``maximize=True``.
         """
         self._index = {id(p): i for i, p in enumerate(parameters)}
         self._names = names
@@ -87,16 +88,16 @@ class Adoption:
         plain = not has_own_step(optimizer)
         self._averages = plain and config.momentum is None and has_moments(optimizer)
         self.active = self._averages or (plain and config.momentum is None and is_sgd(optimizer))
-        # SGD's decay belongs inside the momentum: it is adopted wherever the compressor corrects momentum.
+        # SGD adds its decay before the momentum, so it is adopted wherever the compressor corrects momentum.
         adopts_decay = plain and is_sgd(optimizer) and (self.active or bool(config.momentum))
         own = ("betas",) if self._averages else ("momentum", "nesterov") if self.active else ()
         decay = ("weight_decay",) if adopts_decay and config.weight_decay is None else ()
         self.options: tuple[str, ...] = (*own, *decay)
-        self._adopted: set[int] = set()  # parameters of which an option is taken, or will be
-        self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: what was in it, what of it is ours
+        self._adopted: set[int] = set()  # parameters with an option that is adopted, or will be
+        self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: its content, and our part of it
         self._seen: list[float] = []  # of the groups' options, when they were read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
-        self._settled: dict[int, float] = {}  # id of a group: the beta1 by which all its means need no correction now
+        self._settled: dict[int, float] = {}  # id of a group: the beta1 for which its means need no correction now
         self._step = 0
         self._steps: int | None = None  # since the first selection; None before it
         if optimizer is not None:
@@ -116,11 +117,11 @@ class Adoption:
                 warn_of_first_moment(name, first, config.momentum)
 
     def read(self, optimizer: torch.optim.Optimizer, step: int | None = None, *, anew: bool = False) -> None:
-        """Read the options of the optimizer's groups, while they are shown; errors are the constructor's.
+        """Read the options of the optimizer's groups, which must not be hidden. Errors are those of the constructor.
 
         Args:
             optimizer: the one that steps the parameters.
-            step: the number of the step that begins; None at construction, when no first moment is adopted yet.
+            step: the number of the step that begins. None at construction, when no first moment is adopted yet.
             anew: whether a state was loaded into the optimizer or the compressor since the last step.
         """
         if anew:
@@ -133,16 +134,16 @@ class Adoption:
         seen = [float(sgd)]
         for group, _ in groups:
             for option in _READ:
-                seen.append(float(group.get(option) or 0))  # a comprehension is another call
+                seen.append(float(group.get(option) or 0))  # no comprehension, which would cost another call
         if seen != self._seen:
-            self._seen = []  # where the next line raises
+            self._seen = []  # in case the next line raises
             for group, ours in groups:
                 self._read_group(group, ours, sgd)
             self._seen = seen
 
     @property
     def has_velocity(self) -> bool:
-        """Whether results hold momentum or decay of the compressor."""
+        """Whether results contain momentum or decay that the compressor applied."""
         return max(self.hyper.momentum, default=0.0) > NO_MEMORY or any(self.hyper.weight_decay)
 
     def index_of(self, parameter: torch.Tensor) -> int | None:
@@ -152,9 +153,9 @@ class Adoption:
     # -- around the optimizer's update ---------------------------------------------------------------------------
 
     def hide(self, optimizer: torch.optim.Optimizer, options: Sequence[str] | None = None) -> None:
-        """Let the groups hold 0 until :meth:`show`, so that the optimizer does not apply what the compressor does.
+        """Set adopted options to 0 in the groups until :meth:`show`, so that the optimizer does not apply them, too.
 
-        ``options`` are the names of those to hide; all that were adopted if None.
+        ``options`` names the ones to hide; None hides all that were adopted.
         """
         for group, ours in self._groups(optimizer):
             _, own = self._hidden.setdefault(id(group), (group, {}))
@@ -175,7 +176,7 @@ class Adoption:
 
     @contextlib.contextmanager
     def shown(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Let the groups hold the user's options inside, if they are hidden now."""
+        """Show the user's options in the groups inside the ``with`` block, if they are hidden now."""
         hidden = self.hides
         self.show()
         try:
@@ -185,7 +186,7 @@ class Adoption:
                 self.hide(optimizer)
 
     def show(self) -> None:
-        """Undo :meth:`hide`, except for options that were set in the groups since."""
+        """Undo :meth:`hide`, except for options that were set in the groups after it."""
         hidden, self._hidden = self._hidden, {}
         for group, own in hidden.values():
             for option, value in own.items():
@@ -193,7 +194,7 @@ class Adoption:
                     group[option] = value
 
     def refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that was not bound, if results hold momentum or decay of the bound one, or will."""
+        """Refuse an optimizer that was not bound, if results contain momentum or decay of the bound one, or will."""
         hyper = self.hyper
         for _, ours in self._groups(optimizer):
             for _, i in ours:
@@ -210,9 +211,9 @@ class Adoption:
     def absorb(self, optimizer: torch.optim.Optimizer, *, restored: bool) -> bool:
         """Turn the optimizer's momentum into u: SGD's buffers in any step, first moments in the step that adopts them.
 
-        Call it after :meth:`read`. SGD's buffers are taken out of its state; first moments stay and are overwritten.
-        If a state was loaded into the optimizer only (``restored``), u takes over buffers of zeros, too:
-        ``hvd.broadcast_optimizer_state`` makes such buffers. Returns whether u took over any other value than 0.
+        Call it after :meth:`read`. SGD's buffers are removed from its state; first moments stay, and are overwritten.
+        If a state was loaded into the optimizer only (``restored``), u is also set from buffers of zeros, which
+        ``hvd.broadcast_optimizer_state`` makes. Returns whether u got any value other than 0.
         """
         if not self.active or not optimizer.state:
             return False
@@ -238,9 +239,9 @@ class Adoption:
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
         """Return, by parameter, the ``exp_avg`` that :meth:`absorb` would turn into this rank's u.
 
-        A dense run may go on from it. An entry that was sent seldom or never has a small mean of squares, by which
-        that run divides: its first step could move the entry by any distance. So ``exp_avg`` is limited, see
-        :func:`_largest_mean`.
+        A dense run may continue with it. That run divides by the mean of squares, which is small for an entry that was
+        sent seldom or never, so that its first step could move the entry by any distance. ``exp_avg`` is therefore
+        limited, see :func:`_largest_mean`.
         """
         saved: dict[torch.Tensor, torch.Tensor] = {}
         for group, ours in self._groups(optimizer) if self._averages else ():
@@ -256,7 +257,7 @@ class Adoption:
         return saved
 
     def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
-        """Delete empty entries of the optimizer's state: Horovod takes them for a state."""
+        """Delete empty entries of the optimizer's state, which Horovod would treat as a state."""
         if not optimizer.state:
             return
         for _, ours in self._groups(optimizer):
@@ -267,7 +268,7 @@ class Adoption:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Members]]:
-        """List the groups that have parameters of the compressor; a list of parameters is searched once per change."""
+        """List the groups that hold parameters of the compressor. A group's list is searched when it has changed."""
         groups = []
         for group in optimizer.param_groups:
             parameters = group["params"]
@@ -283,14 +284,14 @@ class Adoption:
         return groups
 
     def _has_moment(self, ours: Members) -> bool:
-        """Return whether the compressor has adopted the first moment of a group: of all its parameters, or of none."""
+        """Return whether the compressor has adopted a group's first moment, always for all its parameters or none."""
         return self._steps is not None and self._will_have_moment(ours)
 
     def _will_have_moment(self, ours: Members) -> bool:
         return self._exchange.selects_from is not None and any(i in self._sparsified for _, i in ours)
 
     def _without_first(self, betas: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the betas that Adam gets: beta1 is 0, and with ``steps=`` beta2 grows late in the training."""
+        """Return the betas for Adam: beta1 is 0, and with ``steps=`` beta2 grows late in the training."""
         first, second = betas
         least = self._config.least_beta2(self._step)
         if isinstance(first, torch.Tensor):
@@ -312,7 +313,7 @@ class Adoption:
                 hyper.momentum[i], hyper.gain[i], hyper.nesterov[i] = 0.0, 1.0, nesterov
                 if takes:
                     assert self._steps is not None, "the compressor has the moment"
-                    # Where updates are sharded no rank has the state of all parameters: u begins anew.
+                    # With sharded updates no rank has the state of all parameters, so u begins at 0.
                     t = 1 + (self._steps if shards else _steps_of(optimizer.state.get(p, {})))
                     hyper.momentum[i], hyper.gain[i] = running_mean(beta1, t)
                     settled &= is_settled(beta1, t)
@@ -355,9 +356,9 @@ class Adoption:
 
 
 def _largest_mean(state: Mapping[str, Any], beta1: float, beta2: float) -> torch.Tensor | None:
-    """Return the largest running mean of gradients that fits the mean of their squares; None if there is no limit.
+    """Return the largest running mean of gradients that the mean of their squares allows; None if there is no limit.
 
-    By Cauchy's and Schwarz's inequality for Adam, by that of Hölder for Adamax.
+    The limit follows from the Cauchy-Schwarz inequality for Adam, and from Hölder's for Adamax.
     """
     if "exp_avg_sq" in state and beta1**2 < beta2:
         ratio = (1.0 - beta1) / ((1.0 - beta2) * (1.0 - beta1**2 / beta2)) ** 0.5
@@ -372,14 +373,15 @@ def _steps_of(state: Mapping[str, Any]) -> int:
 
 
 def has_moments(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer is Adam or one of its kin, or shards one."""
+    """Return whether an optimizer is Adam or a similar one, or shards one."""
     return issubclass(updating_class(optimizer), _MOMENTS)
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether an entry's step is not in proportion to its gradient: divided by a running mean, or the sign of one.
+    """Return whether an optimizer divides gradients by a running mean, or takes their sign.
 
-    Classes outside of torch are known by their betas.
+    The step of an entry is then not proportional to its gradient. Classes outside of torch are recognised by their
+    betas.
     """
     others = (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop)
     groups = [] if optimizer is None else optimizer.param_groups
@@ -404,13 +406,13 @@ def shards_updates(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def updating_class(optimizer: torch.optim.Optimizer | None) -> type:
-    """Return the class that updates parameters; for a sharded optimizer the class of its shards."""
+    """Return the class that updates parameters. For a sharded optimizer it is the class of the shards."""
     sharded = getattr(optimizer, "optimizer_class", None)
     return sharded if isinstance(sharded, type) else type(optimizer)
 
 
 def users_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the user's class of an optimizer, without the class that Horovod derives from it."""
+    """Return the user's class of an optimizer, without the subclass that Horovod makes of it."""
     return next(cls for cls in type(optimizer).__mro__ if "skip_synchronize" not in vars(cls))
 
 

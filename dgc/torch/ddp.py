@@ -1,4 +1,4 @@
-"""DDP's communication hook: the gradients of ``DistributedDataParallel``, compressed and averaged.
+"""Compress and average the gradients of ``DistributedDataParallel`` with its communication hook.
 
 state = dgc.ddp.register(model, optimizer, dgc.Compression.dgc(sparsity=0.999))
 
@@ -7,11 +7,11 @@ is short for
 state = dgc.ddp.CompressionState(dgc.Compression.dgc(sparsity=0.999), optimizer, model.module.named_parameters())
 model.register_comm_hook(state, dgc.ddp.compression_hook)
 
-DDP calls the hook with each bucket that the backward pass has completed. The call with the last one waits for the
-results: ``.grad`` holds them when ``backward()`` returns, as without the hook.
+DDP calls the hook for each bucket of gradients that the backward pass completes. The call for the last bucket waits for
+the results, so ``.grad`` holds them when ``backward()`` returns, as without the hook.
 
-The callbacks for Hugging Face's Trainer and for Lightning register it, and keep its state in checkpoints. Accelerate
-and Fabric take the state that :func:`register` returns: docs/checkpoints.md shows the lines of all four.
+The callbacks for Hugging Face's Trainer and for Lightning register the hook, and save its state in checkpoints. For
+Accelerate and Fabric use the state that :func:`register` returns. docs/checkpoints.md shows the lines for all four.
 """
 
 # No "from __future__ import annotations": DDP compares the hook's annotations with types.
@@ -47,9 +47,9 @@ __all__ = ["CompressionState", "compression_hook", "lightning_callback", "regist
 
 
 class CompressionState(Joinable):
-    """A compressor and the optimizer of one DDP model: the state of :func:`compression_hook`.
+    """The state of :func:`compression_hook`: a compressor and the optimizer of one DDP model.
 
-    ``Join([model, state])`` lets a rank without data make the other ranks' updates.
+    With ``Join([model, state])`` a rank that has run out of data makes the same updates as the other ranks.
 
     Attributes:
         compression: the compressor, for its statistics, ``describe()`` and ``state_dict()``.
@@ -62,19 +62,19 @@ class CompressionState(Joinable):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Take the compressor, and bind it if the optimizer exists already (collective).
+        """Bind the compressor if the optimizer exists already. Collective.
 
         Args:
-            compression: of ``dgc.Compression``, used nowhere else.
-            optimizer: that steps the model; without it call :meth:`bind` before the first backward pass.
+            compression: a compressor of ``dgc.Compression`` that is used nowhere else.
+            optimizer: the one that steps the model. Without it call :meth:`bind` before the first backward pass.
             named_parameters: ``model.named_parameters()``, for names in messages, logs and ``exclude=``.
-            process_group: the one that DDP was given, if any.
+            process_group: the process group that DDP was given, if any.
 
         Raises:
-            ConfigError: no compressor of this framework, or what :meth:`bind` raises.
+            ConfigError: not a compressor of this framework, or an error of :meth:`bind`.
         """
         super().__init__()
-        # Without an optimizer it binds nothing, so that the other ranks do not wait for this one.
+        # Without an optimizer this call is not collective, so no other rank waits for this one.
         with contextlib.nullcontext() if optimizer is None else errors_on_all_ranks(DistributedJob(process_group)):
             check_compression(compression, DGCCompressor, "dgc.torch")
             if not isinstance(compression, DGCCompressor):
@@ -88,13 +88,13 @@ class CompressionState(Joinable):
             self.bind(optimizer)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt the momentum of the optimizer that steps the model; once, collective, before the first backward pass.
+        """Adopt the momentum of the optimizer that steps the model. Collective; call it once, before any backward pass.
 
         Args:
-            optimizer: a plain one, or Accelerate's, Lightning's or Fabric's wrapper of it.
+            optimizer: a plain optimizer, or Accelerate's, Lightning's or Fabric's wrapper of it.
 
         Raises:
-            ConfigError: no plain optimizer, or one that is exchanged in another way; Horovod has other ranks.
+            ConfigError: not a plain optimizer, or its gradients are exchanged already, or Horovod's ranks are others.
             LayoutError: ranks disagree about the parameters.
         """
         self.compression.use_job(DistributedJob(self._group))
@@ -116,11 +116,11 @@ class CompressionState(Joinable):
         self._optimizer = optimizer
         if (engine := self.compression.engine) is not None:
             self._front_end = DDPFrontEnd(engine, optimizer)
-            # Weakly: an error that the engine keeps may refer to this object, through the frames that it has passed.
+            # A weak reference: an error that the engine keeps may refer to this object through its traceback.
             weakref.finalize(self, weakly(self._front_end.end)).atexit = False
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Hand over a bucket's gradients; with the last bucket wait for all results."""
+        """Submit a bucket's gradients; with the last bucket wait for all results."""
         if self._optimizer is None:
             raise ConfigError(
                 "the hook has no optimizer, whose momentum would be applied twice: give it as "
@@ -139,26 +139,26 @@ class CompressionState(Joinable):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Every rank's residuals, momentum and step, for a checkpoint that rank 0 writes. Collective, between steps.
+        """Return every rank's residuals, momentum and step, for a checkpoint that rank 0 writes. Collective.
 
-        On rank 0 it takes memory for the states of all ranks, mostly 8 bytes for each parameter and rank; on the
-        others it is empty.
+        Call it between steps. On rank 0 it takes memory for the states of all ranks, mostly 8 bytes for each parameter
+        and rank; on the others it is empty.
 
         Raises:
-            LayoutError: called in the middle of a step, or after one that failed.
+            LayoutError: called within a step, or after a step that failed.
         """
         return gathered_states(self.compression)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from what :meth:`state_dict` returned on rank 0; call it on all ranks.
 
-        On another number of ranks the residuals and momentum are shared out so that their mean is kept.
+        If the number of ranks has changed, residuals and momentum are distributed so that their mean stays the same.
 
         Raises:
-            LayoutError: it belongs to another model or op, or is damaged; no rank's state is changed then.
+            LayoutError: the state belongs to another model or op, or is damaged. No rank's state is changed then.
 
         Warns:
-            RuntimeWarning: what the ranks had not sent yet is dropped, as a single process exchanges nothing.
+            RuntimeWarning: in a single process, which exchanges nothing, what the ranks had not sent yet is dropped.
         """
         load_gathered(self.compression, state_dict)
 
@@ -166,7 +166,7 @@ class CompressionState(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Refuse to come first in the list of ``Join``, which asks its first member; the model must.
+        """Raise an error: ``Join`` asks the first member of its list, and that must be the model.
 
         Raises:
             ConfigError: always.
@@ -175,14 +175,14 @@ class CompressionState(Joinable):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:
-        """The process group of the model."""
+        """Return the process group of the model."""
         return dist.group.WORLD if self._group is None else self._group
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Return the hook with which a rank without data makes the others' updates, after DDP's own hook.
+        """Return the hook by which a rank without data makes the other ranks' updates. It runs after DDP's own hook.
 
         Raises:
-            ConfigError: an option of Join that changes what the compressor computes, or a GradScaler.
+            ConfigError: an option of Join would change what the compressor computes, or there is a GradScaler.
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ConfigError("divide_by_initial_world_size=False: the compressor divides by all ranks; leave it out")
@@ -207,26 +207,26 @@ class _Update(JoinHook):
 
 
 def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compression: DGCCompressor) -> CompressionState:
-    """Register the hook on a DDP model, after all that wraps it and before the first backward pass; collective.
+    """Register the hook on a DDP model. Collective; call it after all wrapping, before the first backward pass.
 
     Args:
         model: a ``DistributedDataParallel``, or a wrapper of one.
-        optimizer: that steps it; plain, or Accelerate's, Lightning's or Fabric's wrapper of one.
-        compression: of ``dgc.Compression``, used nowhere else.
+        optimizer: the one that steps the model: plain, or Accelerate's, Lightning's or Fabric's wrapper of it.
+        compression: a compressor of ``dgc.Compression`` that is used nowhere else.
 
     Returns:
-        The hook's state, which saves and loads that of the compressor. Where a job of one process has left DDP out,
-        nothing is registered, and the optimizer keeps its momentum.
+        The hook's state, which saves and loads the compressor's. If a job of one process does not use DDP, nothing is
+        registered, and the optimizer keeps its momentum.
 
     Raises:
-        ConfigError: no DDP model in a job of several processes, or as for :class:`CompressionState`.
+        ConfigError: no DDP model in a job of several processes, or an error of :class:`CompressionState`.
         LayoutError: ranks disagree about the parameters.
     """
     alone = not (dist.is_initialized() and dist.get_world_size() > 1)
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if not found and alone:
         return CompressionState(compression)
-    if len(found) != 1:  # on this rank alone: it is unknown among which ranks the others' DDP averages
+    if len(found) != 1:  # raised on this rank alone: the process group of the others' DDP is unknown here
         raise ConfigError(
             f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register"
         )
@@ -238,10 +238,10 @@ def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compressi
 
 @untraced
 def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Compress and average a bucket of gradients: for DDP's ``register_comm_hook``.
+    """Compress and average a bucket of gradients. Give it to DDP's ``register_comm_hook``.
 
     Raises:
-        ConfigError: no optimizer was bound, or a gradient that cannot be compressed.
+        ConfigError: no optimizer was bound, or a gradient cannot be compressed.
         DGCError: this or another rank failed.
     """
     if not isinstance(state, CompressionState):
@@ -262,16 +262,17 @@ def _require_same_size() -> None:
 
 
 def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor) -> "transformers.TrainerCallback":
-    """A callback for ``trainer.add_callback``: gradients are compressed, and checkpoints hold every rank's state.
+    """Return a callback for ``trainer.add_callback`` that compresses gradients, and saves the state of every rank.
 
-    A checkpoint is looked for in ``args.resume_from_checkpoint``, or under its own name in ``args.output_dir``.
+    The state is saved in the folder of each checkpoint. To resume, it is loaded from ``args.resume_from_checkpoint``
+    if that is a folder, else from the folder of the checkpoint's step in ``args.output_dir``.
 
     Args:
-        trainer: of Hugging Face's transformers; its model must be wrapped in DDP, not in FSDP or DeepSpeed.
-        compression: of ``dgc.Compression``, used nowhere else.
+        trainer: the Trainer of Hugging Face's transformers. Its model must be wrapped in DDP, not FSDP or DeepSpeed.
+        compression: a compressor of ``dgc.Compression`` that is used nowhere else.
 
     Warns:
-        RuntimeWarning: (in the first step) the checkpoint is of a run with a compressor, and its state was not found.
+        RuntimeWarning: (in the first step) the checkpoint comes from a run with a compressor, whose state is missing.
     """
     from transformers import TrainerCallback
 
@@ -290,10 +291,12 @@ def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor
 
 
 def lightning_callback(compression: DGCCompressor) -> "lightning.Callback":
-    """A callback for ``lightning.Trainer(callbacks=[...])``: compresses gradients, checkpoints hold every rank's state.
+    """Return a callback for ``lightning.Trainer(callbacks=[...])`` that compresses gradients and saves the state.
+
+    Checkpoints then hold the state of every rank.
 
     Args:
-        compression: of ``dgc.Compression``, used nowhere else.
+        compression: a compressor of ``dgc.Compression`` that is used nowhere else.
     """
     import lightning
 

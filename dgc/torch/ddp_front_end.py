@@ -1,6 +1,6 @@
-"""The front end of DDP's communication hook: DDP calls it with each bucket that the backward pass has completed.
+"""The front end of DDP's communication hook, which DDP calls for each bucket that the backward pass completes.
 
-The call with the last bucket ends the exchange, inside ``backward()``. ``step()`` finds the results in ``.grad``.
+The call for the last bucket ends the exchange, inside ``backward()``. ``step()`` finds the results in ``.grad``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _CHANGED = (
 
 
 class DDPFrontEnd(FrontEnd):
-    """Hands the engine of one compressor the buckets of DDP's hook; the call with the last one ends the exchange."""
+    """Submits the buckets of DDP's hook to the engine of one compressor; the last one ends the exchange."""
 
     exclusive = True
     rebuild = "wrap the module in a new DistributedDataParallel and register a new compressor"
-    averaged = False  # whether gradients were exchanged, and no backward pass has run after that
+    averaged = False  # whether gradients were exchanged, and no backward pass has run since
     _warned = False
-    _joined = False  # whether DDP ran the hook on zeros, on a rank without data
+    _joined = False  # whether this rank is out of data, and DDP ran the hook on zeros
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(engine)
@@ -63,7 +63,7 @@ class DDPFrontEnd(FrontEnd):
             self._waiting, self._results = [], {}
             self._owners.clear()
             if not self.begun:
-                # Join runs the hook on zeros on a rank without data, where nothing else clears results.
+                # On a rank without data Join runs the hook on zeros, and nothing else clears results.
                 self._require_stepped()
                 self._joined = True
                 for p in engine.parameters:
@@ -80,7 +80,8 @@ class DDPFrontEnd(FrontEnd):
                     )
                 )
             if p.grad is not None and self._owners.setdefault(p.grad.data_ptr(), index) != index:
-                # As autograd gives both parameters of a.view(s) + b.view(s): DDP would write both results there.
+                # Autograd gives one tensor to both parameters of a.view(s) + b.view(s); DDP would write both results
+                # to it.
                 p.grad = p.grad.clone()
             gradient = _in_strides_of(p, gradient)
             engine.submit(index, gradient, absent=index not in self._used and p.grad is None)
@@ -102,7 +103,7 @@ class DDPFrontEnd(FrontEnd):
         self._waiting = []
 
     def _keep_unused(self, engine: Engine) -> None:
-        """Put results into ``.grad`` where DDP drops them: no rank has used the parameter, but it has a result."""
+        """Put the results of parameters that no rank has used into ``.grad``, as DDP drops them."""
         unused = self._results.keys() - self._used - engine.left_alone
         views = bool(unused) and any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
         for index in unused:
@@ -110,17 +111,17 @@ class DDPFrontEnd(FrontEnd):
             if p.grad is not None:
                 p.grad.copy_(result)
             elif self._joined or result.any():
-                p.grad = result if views else result.clone()  # gradient_as_bucket_view=True insists on views
+                p.grad = result if views else result.clone()  # gradient_as_bucket_view=True requires views
 
     def _require_stepped(self) -> None:
-        """Refuse a rank that did not follow the others' updates: each applies momentum to what is sent dense."""
+        """Refuse a rank that did not make the others' updates, in which each applies momentum to dense tensors."""
         if self._joined and self.averaged and self.engine.adoption.has_velocity:
             wrong = "a rank without data has not followed the updates: use Join([model, state])"
             self.engine.fail(ConfigError(wrong))
 
     @untraced
     def _arrived(self, index: int, _: torch.Tensor) -> None:
-        """A backward pass has added to a gradient, perhaps inside ``no_sync()``."""
+        """Note that a backward pass has added to a gradient, perhaps inside ``no_sync()``."""
         self._used.add(index)
         if not self.begun:
             self._require_stepped()
@@ -131,7 +132,7 @@ class DDPFrontEnd(FrontEnd):
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""
         if self.averaged and (optimizer := self.owner) is not None:
-            if not self._joined:  # .grad holds an accumulation of this rank, inside no_sync(), that never ended
+            if not self._joined:  # .grad holds gradients that this rank has added up in no_sync() and never exchanged
                 for index, result in self._results.items():
                     self.engine.parameters[index].grad = result.clone()
             optimizer.step()
@@ -148,7 +149,7 @@ class DDPFrontEnd(FrontEnd):
 
     @override
     def end_exchange_of_closure(self) -> None:
-        """See that gradients were exchanged before they are applied: the hook has done it in ``backward()``."""
+        """Check that the hook has exchanged the gradients, in ``backward()``, before they are applied."""
         engine = self.engine
         if self.begun:
             engine.fail(LayoutError(_LOCAL))
@@ -175,9 +176,9 @@ class DDPFrontEnd(FrontEnd):
 
 
 def _in_strides_of(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in its parameter's strides, if these leave no gaps: DDP lays buckets out like this.
+    """Return a gradient with its parameter's strides, if these leave no gaps: DDP's buckets have this order.
 
-    ``GradBucket.gradients()`` reads each place of the bucket as if it were contiguous.
+    ``GradBucket.gradients()`` reads each part of the bucket as if it were contiguous.
     """
     if p.is_contiguous() or torch.empty_like(p, device="meta").stride() != p.stride():
         return gradient

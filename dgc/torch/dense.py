@@ -1,8 +1,8 @@
-"""Dense training under torch.distributed: gradients are averaged as they are, or as float16.
+"""Dense training under torch.distributed: average gradients in their own type, or as float16.
 
-What ``Compression.none``, ``Compression.fp16`` and no ``compression=`` are without Horovod. A bucket of gradients is
-one allreduce of the job's own process group (NCCL, Gloo), which begins while the backward pass goes on; all ranks begin
-their buckets in the same order. An error on one rank alone ends the job, as with DistributedDataParallel.
+This is used without Horovod for ``Compression.none``, ``Compression.fp16`` and no ``compression=``. Each bucket of
+gradients takes one allreduce of the job's own process group (NCCL, Gloo), which begins during the backward pass. All
+ranks begin their buckets in the same order. An error on one rank alone ends the job, as with DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dgc.torch.tensors import local
 
 
 def dense_type(compression: object) -> str:
-    """What a dense compression of ours or of Horovod's is called: "none" or "fp16".
+    """Return the name of a dense compression of ours or of Horovod's: "none" or "fp16".
 
     Raises:
-        ConfigError: it is another one of Horovod's.
+        ConfigError: another compression of Horovod's.
     """
     if compression is None or isinstance(compression, Uncompressed):
         return "none" if compression is None else compression.name
@@ -46,25 +46,28 @@ def dense_type(compression: object) -> str:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters of one type and device, by index, whose gradients are added up by one collective."""
+    """Parameters of one type and device, by index. One collective adds up their gradients."""
 
     members: list[int] = field(default_factory=list)
     nbytes: int = 0
     waiting: int = 0
-    """Gradients that are not handed over yet in this step."""
+    """The number of gradients that were not submitted yet in this step."""
     work: dist.Work | None = None
     flat: torch.Tensor | None = None
-    """The gradients, and behind them for each whether there is one: their sum tells whether any rank has it."""
+    """The gradients, then a flag for each: whether this rank has it. The sum of flags tells if any rank has it."""
 
 
 _LATEST: deque[dist.Work] = deque(maxlen=256)
-"""This process's latest collectives, which outlive their optimizer. Gloo's thread drops one some time after ``wait()``.
-If it were the last, it would wait for the GIL where the collective was begun in a backward pass, and that aborts a
-process that ends at that moment."""
+"""This process's latest collectives, which are kept longer than their optimizer.
+
+Gloo's thread drops its reference to a collective some time after ``wait()``. If that were the last reference, and the
+collective was begun in a backward pass, the thread would wait for the GIL. A process that ends at that moment would
+abort.
+"""
 
 
 def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: str, op: str) -> None:
-    """See that all ranks are about to average the same gradients, as "none" or "fp16", with one op. Collective."""
+    """Check that all ranks will average the same gradients, as "none" or "fp16", with one op. Collective."""
     transport = job.make_transport()
     try:
         require_agreement(transport, {"algorithm": name, "op": op}, "options of the compressor")
@@ -75,11 +78,11 @@ def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: 
 
 
 class DenseEngine:
-    """What an :class:`~dgc.torch.engine.Engine` is to a front end, with dense sums of one process group's ranks.
+    """Serves a front end like an :class:`~dgc.torch.engine.Engine`, with dense sums over one process group.
 
     Attributes:
         parameters, names: in the order in which a backward pass reaches them, the last one first.
-        left_alone: parameters of which no rank had a gradient in the latest step.
+        left_alone: parameters for which no rank had a gradient in the latest step.
     """
 
     keeps_sparse = is_scaled = was_broadcast = False
@@ -88,7 +91,7 @@ class DenseEngine:
     def __init__(
         self, named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, half: bool, average: bool
     ) -> None:
-        """Take an optimizer's pairs, after :func:`agree`. ``half`` sends float16; without ``average`` sums remain."""
+        """Exchange these named parameters, after :func:`agree`. ``half`` sends float16; ``average`` divides sums."""
         trained = {id(p): (n, p) for n, p in reversed(named) if p.requires_grad}
         self.names, self.parameters = [n for n, _ in trained.values()], [p for _, p in trained.values()]
         self.left_alone: set[int] = set()
@@ -105,7 +108,7 @@ class DenseEngine:
             bucket.waiting = len(bucket.members)
 
     def submit(self, index: int, gradient: torch.Tensor, *, absent: bool = False) -> torch.Tensor:
-        """Hand over a gradient, or zeros if it is ``absent`` on this rank; returns the tensor of the result."""
+        """Submit a gradient, or zeros if it is ``absent`` on this rank. Returns the tensor for the result."""
         if gradient.is_sparse:
             raise ConfigError(
                 f"{self.names[index]!r} has sparse gradients: give sparse_as_dense=True to "
@@ -140,7 +143,7 @@ class DenseEngine:
         self._begin()
 
     def _deliver(self, bucket: _Bucket) -> None:
-        """Wait for a bucket's sums; a parameter that has no gradient on any rank keeps none, as under DDP."""
+        """Wait for a bucket's sums. As under DDP, ``.grad`` stays None if no rank has a gradient."""
         assert bucket.flat is not None
         assert bucket.work is not None
         with _failing_as_ours():
@@ -152,7 +155,7 @@ class DenseEngine:
                 self.left_alone.add(i)
             else:
                 gradient.copy_(total.view(gradient.shape))
-        bucket.flat.set_()  # gives its memory back: the collective refers to it
+        bucket.flat.set_()  # frees its memory, to which the collective still refers
         if not bucket.flat.is_cuda:
             _LATEST.append(bucket.work)
         bucket.work = bucket.flat = None
@@ -162,11 +165,11 @@ class DenseEngine:
         raise error
 
     def hands_back(self) -> bool:
-        """Return whether another ``synchronize()`` hands back the latest results: always."""
+        """Return whether another ``synchronize()`` returns the latest results: always."""
         return True
 
     def _nothing(self, *_: object) -> None:
-        """No option of the optimizer is applied here, and ``.grad`` holds mean gradients between two steps."""
+        """Do nothing: no option is applied here, and ``.grad`` holds mean gradients between two steps."""
 
     follow = owned_by = begin_update = end_update = refuse_another = made_state = warn_of_scaler = _nothing
     refuse_results = results_cleared = _nothing
@@ -181,7 +184,7 @@ def _failing_as_ours() -> Iterator[None]:
 
 
 def _buckets_of(parameters: Sequence[torch.Tensor]) -> list[_Bucket]:
-    """Parameters of one type and device, in their order, of about 25 MiB."""
+    """Divide the parameters, in their order, into buckets of one type and device and of about 25 MiB."""
     buckets: list[_Bucket] = []
     latest: dict[object, _Bucket] = {}
     for index, p in enumerate(parameters):

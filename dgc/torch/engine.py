@@ -1,8 +1,8 @@
-"""One model's parameters on one rank, bound to an exchange of the core: collect gradients, exchange, deliver results.
+"""Exchange the gradients of one model on one rank: collect gradients, exchange, deliver results.
 
 One exchange is one step. When :meth:`Engine.finish` returns, either all ranks have committed it or all ranks have
 refused it. Every torch tensor becomes an array here, and every parameter has one index: its place among those that are
-exchanged. A :class:`~dgc.torch.front_end.FrontEnd` says when gradients are there and when results are needed.
+exchanged. A :class:`~dgc.torch.front_end.FrontEnd` says when gradients are ready and when results are needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samp
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
-# Short: a small message that tells the other ranks of it holds some 200 characters.
+# Kept short: the small message that tells the other ranks of it holds about 200 characters.
 _VELOCITY = (
     "call optimizer.zero_grad() after each step(): .grad still holds results with the compressor's momentum or decay. "
     "To add up gradients use backward_passes_per_step, no_sync() (DDP), or momentum=0 in the compressor"
@@ -44,25 +44,25 @@ _UNWRITTEN = (
     "call optimizer.zero_grad() after each step(), or give the compressor sparse_updates=False: .grad still holds "
     "results, but not of all tensors"
 )
-_LOOKED_AT = 2**20  # elements: results that a script has left stand in the smallest tensors, too
+_LOOKED_AT = 2**20  # elements; results that a script has not cleared are in the smallest tensors, too
 
 
 class Engine(EngineBase):
-    """Parameters, their optimizer's adopted options, and the exchange. Construction is collective.
+    """Holds the parameters, their optimizer's adopted options and the exchange. Construction is collective.
 
     Attributes:
         parameters: the compressed tensors in registration order.
-        front_end: hands over gradients, and follows the steps of the optimizer.
-        saved: what was loaded into the optimizer since its last step.
+        front_end: submits gradients, and follows the steps of the optimizer.
+        saved: notices what is loaded into the optimizer between two steps.
         updates: whether results are applied as entries.
-        decays_by_sign: indices of parameters whose decay is that of their signs (L1).
-        excluded: indices of parameters that the option ``exclude`` names: they are sent dense.
+        decays_by_sign: indices of parameters whose decay is by sign (L1).
+        excluded: indices of parameters that the option ``exclude`` names. They are sent dense.
         is_scaled: whether the scale of a GradScaler is known.
-        left_alone: parameters of which no rank had a gradient in the latest step: DDP's find_unused_parameters leaves
-            them as they are, and so does this package.
+        left_alone: parameters for which no rank had a gradient in the latest step. They are not changed, as with DDP's
+            find_unused_parameters.
         joins: flags of :class:`~dgc.core.message.Flags` while this rank takes part without data.
-        on_step_begin: called before the first gradient of each step is handed over, if set.
-        error: what ended the latest step on this rank; None after a step that was committed or refused.
+        on_step_begin: called before the first gradient of each step is submitted, if set.
+        error: the error that ended the latest step on this rank; None if the step was committed or refused.
     """
 
     what = "parameters"
@@ -86,8 +86,8 @@ class Engine(EngineBase):
         self.on_step_begin: Callable[[], None] | None = None
         self.left_alone: set[int] = set()
         self.joins = 0
-        self._options: StepOptions | None = None  # of the step that has begun, until its first gradient is there
-        self._pending: dict[int, Result | None] = {}  # of this step's gradients; None where nothing is to be copied
+        self._options: StepOptions | None = None  # of the step that has begun, until its first gradient comes
+        self._pending: dict[int, Result | None] = {}  # of this step's gradients; None if there is nothing to copy
         self._replicas_compared = self._results_compared = False
         self._delivered = False  # whether .grad may hold the latest step's results
         self._update_follows = False  # whether the optimizer uses the results before the script can see them
@@ -120,7 +120,7 @@ class Engine(EngineBase):
         self.saved = SavedState(self.adoption, lambda: self.front_end.begin_anew())
 
     def follow(self, front_end: FrontEnd) -> None:
-        """Let a front end hand over gradients and follow the optimizer's steps."""
+        """Let a front end submit gradients and follow the optimizer's steps."""
         self.front_end.end()
         self.front_end = front_end
 
@@ -128,19 +128,20 @@ class Engine(EngineBase):
 
     @property
     def is_open(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """Whether a step has begun and has not ended."""
         return self._opened or self.exchange.latest.under_way
 
     def begin(self) -> None:
-        """Open a step, whose gradients are handed over later."""
+        """Open a step. Its gradients are submitted later."""
         if (failed := self._open()) is not None:
             self.fail(failed)
 
     def submit(self, index: int, gradient: torch.Tensor, *, absent: bool = False) -> torch.Tensor:
-        """Hand over a gradient of the parameter's shape, or zeros if it is ``absent`` on this rank.
+        """Submit a gradient of the parameter's shape, or zeros if it is ``absent`` on this rank.
 
         Returns:
-            A tensor, shard of a sharded one, that holds the result after :meth:`finish`; mostly ``gradient`` itself.
+            A tensor that holds the result after :meth:`finish`, mostly ``gradient`` itself. Of a sharded gradient, the
+            shard.
         """
         if not self._opened:
             self.begin()
@@ -183,7 +184,7 @@ class Engine(EngineBase):
             return
         self._update_follows = update_follows
         try:
-            for index in self.exchange.missing():  # Horovod keeps a sparse gradient to itself
+            for index in self.exchange.missing():  # Horovod does not hand over a sparse gradient
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
                     self.refuse_sparse(index)
             self.exchange.finish()
@@ -196,7 +197,7 @@ class Engine(EngineBase):
             self.error, self._opened = unraised(error), False
             raise
         finally:
-            # Until here the kernels may write to memory that they were given.
+            # Before this line the kernels may still write to memory that they were given.
             self._tensors.release()
         self._deliver()
 
@@ -222,7 +223,7 @@ class Engine(EngineBase):
         return through
 
     def _open(self) -> DGCError | None:
-        """Prepare for the first gradient of a step; returns the error for which this rank cannot take part in it."""
+        """Prepare for the first gradient of a step. Returns an error if this rank cannot take part in the step."""
         error: DGCError | None = None
         if self._untold:
             error = self.error  # the other ranks begin this step without it
@@ -252,11 +253,11 @@ class Engine(EngineBase):
         return error
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
-        """Turn loaded momentum into u, and forget what belongs to the run that was left."""
+        """Turn loaded momentum into u, and forget what belongs to the run before the load."""
         state, steps = self.exchange.state, self.exchange.state.step
         if change.restored:
             state.reset()
-            state.step = steps  # the schedule goes on
+            state.step = steps  # the schedule continues
         absorbed = self.adoption.absorb(owner, restored=change.restored)
         if (change.restored or change.stepped) and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
@@ -265,7 +266,7 @@ class Engine(EngineBase):
         self._replicas_compared &= not (change.restored or change.broadcast)
 
     def _deliver(self) -> None:
-        """Bring the results to ``.grad``; in the first step compare the ranks' parameters, which is collective."""
+        """Bring the results to ``.grad``. In the first step also compare the ranks' parameters, which is collective."""
         self._opened, self._delivered = False, True
         for result in filter(None, self._pending.values()):
             result.deliver()
@@ -285,7 +286,7 @@ class Engine(EngineBase):
             self._tell_observers()
 
     def _fail_with(self, error: DGCError) -> None:
-        """Remember what the exchange has raised, in a step that is over with it."""
+        """Keep an error that the exchange has raised, and that ends the step."""
         self.error, self._opened = unraised(error), False
         self._tensors.release()
         self._untold = self.exchange.latest.failure_pending
@@ -296,7 +297,7 @@ class Engine(EngineBase):
     # -- around the optimizer's update ---------------------------------------------------------------------------------
 
     def owned_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follow what is loaded into the optimizer that steps the parameters."""
+        """Notice what is loaded into the optimizer that steps the parameters."""
         self.saved.follow(optimizer)
 
     @property
@@ -305,7 +306,7 @@ class Engine(EngineBase):
         return self.saved.pending.broadcast
 
     def hide_decay(self, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Let a step make a state of zeros, as the compressor has the decay; returns the parameters with copies."""
+        """Hide the decay in a step that only makes a state of zeros. Returns the parameters, each with a copy."""
         self.adoption.hide(optimizer, ("weight_decay",))
         return [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
 
@@ -323,25 +324,25 @@ class Engine(EngineBase):
         self.adoption.show()
 
     def refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse that an optimizer steps which is not the owner, if the compressor applies the owner's options."""
+        """Refuse the step of an optimizer that is not the owner, if the compressor applies the owner's options."""
         self.adoption.refuse_another(optimizer)
 
     def warn_of_scaler(self) -> None:
-        """Warn that a GradScaler steps the optimizer whose scale the compressor does not know."""
+        """Warn that a GradScaler steps the optimizer, and that the compressor does not know its scale."""
         warn_of_unknown_scaler()
 
     # -- what .grad holds between two steps ----------------------------------------------------------------------------
 
     def results_cleared(self) -> None:
-        """The script has cleared ``.grad``."""
+        """Note that the script has cleared ``.grad``."""
         self._delivered = False
 
     def refuse_results(self, index: int | None = None) -> None:
         """Refuse, on all ranks, to exchange results of the latest step as gradients.
 
-        Call it when a backward pass has added to the first gradient of a step, that of parameter ``index``, or, with
-        None, if a step begins without one. Results that hold neither momentum nor decay are exchanged like gradients,
-        as in dense training.
+        Call it when a backward pass has added to the first gradient of a step, the gradient of parameter ``index``; or,
+        with None, if a step begins without a gradient. Results that contain neither momentum nor decay are exchanged
+        like gradients, as in dense training.
         """
         if not (self._delivered and (self.adoption.has_velocity or self.updates.applied)):
             return
@@ -359,9 +360,9 @@ class Engine(EngineBase):
                 self.fail(ConfigError(why), i)
 
     def hands_back(self, once: bool = False) -> bool:
-        """Return whether another ``synchronize()`` hands back the latest results, which the ranks compare.
+        """Return whether another ``synchronize()`` returns the latest results. If so, the ranks compare them.
 
-        With ``once`` they compare them once in a step: Horovod's optimizer asks for each gradient.
+        With ``once`` they compare them only once in a step, as Horovod's optimizer asks for each gradient.
         """
         if self.error is not None or self.is_open:
             return False
@@ -375,7 +376,7 @@ class Engine(EngineBase):
             {n: fingerprint(g) for n, g in zip(self.names, gradients, strict=True)},
             "their gradients were changed in different ways between synchronize() and another synchronize() or "
             "step(), which averages nothing again: make the same change on every rank",
-            tolerance=1e-5,  # unlike machines may round the same change differently
+            tolerance=1e-5,  # different machines may round the same change differently
         )
         return True
 
@@ -412,7 +413,7 @@ class Engine(EngineBase):
     def _clear(self) -> None:
         self._pending.clear()
         self.error, self._untold, self._opened, self._delivered = None, False, False, False
-        self.saved.forget()  # the ranks may have met the failure before or after they asked each other
+        self.saved.forget()  # some ranks may have failed before they asked each other, others after it
         self._replicas_compared = self._results_compared = False
 
     @override

@@ -1,6 +1,6 @@
-"""What the front ends share: they act around ``step()`` of the optimizer whose parameters an engine exchanges.
+"""The part that all front ends share: they act around ``step()`` of the optimizer whose parameters are exchanged.
 
-A front end says when a gradient is there and when results are needed. There are three: dgc's own optimizer
+A front end says when a gradient is ready and when results are needed. There are three: dgc's own optimizer
 (``optimizer_front_end.py``), DDP's hook (``ddp_front_end.py``) and Horovod's own optimizer (``horovod_optimizer.py``).
 A training step:
 
@@ -11,7 +11,7 @@ A training step:
                 The optimizer's own step() updates the parameters. Horovod's calls Engine.finish first.
                 FrontEnd.after_step, also when step() raises: the options are shown again.
 
-docs/steps.md has the rule, docs/architecture.md the files.
+docs/steps.md explains the rule, and docs/architecture.md the files.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ _hooks: list[Any] = []
 
 @dataclass
 class Update:
-    """One ``step()`` of the owner: from the hook before it to the one after it, or to its exception.
+    """One ``step()`` of the owner, from the hook before it to the hook after it, or to its exception.
 
     Attributes:
         by_closure: whether a closure computes the gradients inside ``step()``.
         names_closure: whether it was called as ``step(closure=None)``.
-        has_results: whether the gradients are exchanged. An optimizer whose ``step()`` calls ``super().step()`` comes
-            to the hooks twice.
+        has_results: whether the gradients are exchanged. If a ``step()`` calls ``super().step()``, the hooks run twice.
         unmoved: parameters that this ``step()`` must not move, and copies of them.
     """
 
@@ -65,15 +64,15 @@ class Update:
 
 
 class FrontEnd:
-    """Hands one engine its gradients, and acts before and after ``step()`` of the optimizer that owns the parameters.
+    """Submits gradients to one engine, and acts before and after ``step()`` of the optimizer that owns the parameters.
 
     Attributes:
-        engine: an :class:`~dgc.torch.engine.Engine`, which holds its front end itself, or a
+        engine: an :class:`~dgc.torch.engine.Engine`, which refers to its front end, or a
             :class:`~dgc.torch.dense.DenseEngine`.
         update: the owner's ``step()`` that runs now.
-        drives: whether this object hands over gradients.
+        drives: whether this object submits gradients.
         holds: whether gradients are checked once more before the last bucket is sent.
-        begun: whether a backward pass has run for a step that is not exchanged yet.
+        begun: whether a backward pass has run for a step that was not exchanged yet.
         exclusive: whether wrapping another optimizer over the same parameters is an error.
         rebuild: what the script has to do after parameters were added or unfrozen.
     """
@@ -82,13 +81,13 @@ class FrontEnd:
 
     drives = holds = begun = exclusive = False
     update: Update | None = None
-    _replaced = False  # another optimizer with parameters of the owner was wrapped since
-    _by_scaler: bool | None = None  # whether a GradScaler steps the owner whose scale the engine does not know
+    _replaced = False  # whether another optimizer with parameters of the owner was wrapped later
+    _by_scaler: bool | None = None  # whether a GradScaler steps the owner, and the engine does not know its scale
     _unhook: Callable[[], object] | None = None  # removes the hooks of :meth:`drive`
 
     def __init__(self, engine: Any) -> None:
-        # Two hooks of torch serve all front ends and stay: removing hooks when a front end is collected could happen
-        # in the very loop in which torch calls them.
+        # Two global hooks serve all front ends, and are never removed. If they were removed when a front end is
+        # garbage-collected, that could happen inside the loop in which torch calls them.
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
             _hooks.append(register_optimizer_step_post_hook(end_update))
@@ -100,16 +99,16 @@ class FrontEnd:
     # -- each front end has its own ----------------------------------------------------------------------------------
 
     def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """``step()`` needs the results: wait for them, or see that they are there."""
+        """Wait for the results, which ``step()`` needs now, or check that they are there."""
 
     def end_exchange_of_closure(self) -> None:
-        """The closure of a ``step()`` has computed gradients, whose results are needed."""
+        """Get the results of the gradients that the closure of a ``step()`` has computed."""
 
     def update_ended(self) -> None:
-        """``step()`` has used the results."""
+        """Note that ``step()`` has used the results."""
 
     def begin_anew(self) -> None:
-        """Expect the first backward pass of a step: a state was loaded into the optimizer."""
+        """Expect the first backward pass of a step, as a state was loaded into the optimizer."""
 
     def give_up(self) -> None:
         """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
@@ -118,18 +117,18 @@ class FrontEnd:
 
     @property
     def owner(self) -> torch.optim.Optimizer | None:
-        """The optimizer that steps the parameters, once it is known and as long as it lives."""
+        """The optimizer that steps the parameters, if it is known and still exists."""
         return self._owner()
 
     def drive(self, optimizer: torch.optim.Optimizer, arrived: Callable[[int, torch.Tensor], None]) -> None:
         """Call ``arrived`` with the index of each gradient that a backward pass has added to."""
-        # The public way to give a class's step() torch's hooks again, where a script has replaced it since.
+        # If a script has replaced a class's step(), this is the public way to add torch's hooks to it again.
         torch.optim.Optimizer.__setstate__(optimizer, {})
         self.engine.follow(self)
         self.own(optimizer)
         parameters = enumerate(self.engine.parameters)
         hooks: list[Any] = [p.register_post_accumulate_grad_hook(weakly(arrived, i)) for i, p in parameters]
-        if len(hooks) == 1:  # no other gradient shows what was left in .grad
+        if len(hooks) == 1:  # no other gradient shows whether .grad was cleared
             hooks.append(self.engine.parameters[0].register_hook(weakly(self._before_only_gradient)))
         self._unhook = unhook = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         unhook.atexit = False
@@ -140,7 +139,7 @@ class FrontEnd:
             self.engine.refuse_results()
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take an optimizer for the owner, which is not kept alive."""
+        """Make an optimizer the owner, without keeping it alive."""
         if optimizer is not self.owner:
             self.engine.owned_by(optimizer)
             self._owner = weakref.ref(optimizer)
@@ -151,11 +150,11 @@ class FrontEnd:
         return optimizer is self._owner()
 
     def others(self) -> list[FrontEnd]:
-        """List the front ends that hand over gradients of the same parameters to another engine."""
+        """List the front ends that submit gradients of the same parameters to another engine."""
         return [each for each in front_ends(self._ids) if each is not self]
 
     def end(self) -> None:
-        """Hand over nothing any more: the compressor is closed, or another front end follows."""
+        """Submit no more gradients: the compressor is closed, or another front end replaces this one."""
         _front_ends.discard(self)
         self.drives = False
         if self._unhook is not None:
@@ -166,7 +165,7 @@ class FrontEnd:
     def before_step(
         self, optimizer: torch.optim.Optimizer, closure: Closure | None, names_closure: bool
     ) -> Closure | None:
-        """Exchange before an optimizer's ``step()``, or once its closure returns; returns the closure to be called."""
+        """Exchange before an optimizer's ``step()``, or after its closure. Returns the closure to call."""
         if not self.owns(optimizer):
             self._refuse_stranger(optimizer)
             return closure
@@ -176,7 +175,7 @@ class FrontEnd:
         self.update = update = self.update or Update()
         update.by_closure, update.names_closure = closure is not None, names_closure
         if self.engine.was_broadcast and not self.begun and broadcasting():
-            # Ranks without a state get one in this step, which the root's will overwrite. No parameter may move.
+            # Ranks without a state get one in this step, and the root's state will overwrite it. No parameter may move.
             update.unmoved = update.unmoved or self.engine.hide_decay(optimizer)
             return closure
         is_first = self._by_scaler is None
@@ -192,12 +191,12 @@ class FrontEnd:
 
     def _refuse_stranger(self, optimizer: torch.optim.Optimizer) -> None:
         if self.update is not None or self._replaced or hasattr(optimizer, "skip_synchronize"):
-            return  # a part of the owner, or one that exchanges these gradients itself and refuses what is wrong
+            return  # it is a part of the owner, or exchanges these gradients itself and does its own checks
         if not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
             self.engine.refuse_another(optimizer)
 
     def _followed(self, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
-        """Return a closure that also exchanges the gradients; the optimizer's update follows it."""
+        """Return a closure that also exchanges the gradients. The optimizer updates the parameters after it."""
 
         @untraced
         def followed() -> Any:
@@ -210,19 +209,19 @@ class FrontEnd:
         return followed
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients are exchanged: hide the options that the compressor applies, and apply deferred results."""
+        """After the exchange, hide the options that the compressor applies, and apply deferred results."""
         if self.update is not None:
             self.update.has_results = True
-        if self.engine.error is None:  # else it is on its way to the user
+        if self.engine.error is None:  # otherwise it is being raised already
             refuse_strange_gradients(optimizer, self._ids, self.rebuild)
         self.engine.begin_update(optimizer)
 
     def only_makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether ``torch.distributed.checkpoint`` has called ``step()``, for optimizer state.
+        """Return whether ``torch.distributed.checkpoint`` has called ``step()`` to initialise the optimizer's state.
 
         It gives all parameters gradients of 0, sets all learning rates to 0 and calls ``step(closure=None)``. An
-        exchange would send entries that are not applied. A rank of which only the first two are true trains: the others
-        wait for it.
+        exchange would send entries that are not applied. If only the first two are true of a rank, it trains, and the
+        others wait for it.
         """
         if self.update is None or not self.update.names_closure or set(learning_rates_of(optimizer)) != {0.0}:
             return False
@@ -230,12 +229,12 @@ class FrontEnd:
         return all(g is not None and not bool(local(g).any()) for g in gradients)
 
     def step_opens(self) -> None:
-        """The first gradient of the next exchange has come, perhaps inside ``step()``."""
+        """Note that the first gradient of the next exchange has come, perhaps inside ``step()``."""
         if self.update is not None:
             self.update.has_results = False
 
     def after_step(self) -> None:
-        """Show the user's options again; the results are used up."""
+        """Show the user's options again, and note that the results were used."""
         update, self.update = self.update, None
         self.engine.end_update()
         self.update_ended()
@@ -248,8 +247,8 @@ class FrontEnd:
 def _end_update_after_errors(optimizer: torch.optim.Optimizer) -> None:
     """Call :meth:`FrontEnd.after_step` also when ``step()`` raises, for which torch calls no hook.
 
-    Schedulers wrap ``step()`` in the same way. The hooks begin and end an update, not this wrapper: a script may call
-    the ``step()`` that it took from the optimizer before, as Accelerate does.
+    Schedulers wrap ``step()`` in the same way. An update is begun and ended by the hooks, not by this wrapper, because
+    a script may call a ``step()`` that it has read from the optimizer before, as Accelerate does.
     """
     step, living = optimizer.step, weakref.ref(optimizer)
     function = getattr(step, "__func__", lambda _, *args, **kwargs: step(*args, **kwargs))
@@ -271,7 +270,10 @@ def _end_update_after_errors(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], rebuild: str = _REBUILD) -> None:
-    """Refuse gradients that are not averaged: their parameters were frozen or missing when it was wrapped."""
+    """Refuse gradients of parameters that were frozen or missing when the optimizer was wrapped: they are not averaged.
+
+    ``rebuild`` tells the user what to do.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
             if id(p) not in ids and p.requires_grad and p.grad is not None:
@@ -283,13 +285,16 @@ def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], re
 
 
 def front_ends(ids: set[int]) -> list[FrontEnd]:
-    """List the front ends that hand over gradients of some parameters, while their owners live."""
+    """List the front ends that submit gradients of some of these parameters, and whose owners still exist."""
     living = [each for each in list(_front_ends) if each.drives and each.owner is not None]
     return [each for each in living if not ids.isdisjoint(each._ids)]
 
 
 def require_free(parameters: Sequence[torch.Tensor], *, exclusively: bool = False) -> None:
-    """Refuse parameters whose gradients are exchanged already; ``exclusively``: by a front end that bears no other."""
+    """Refuse parameters whose gradients are exchanged already.
+
+    With ``exclusively``, only front ends count whose attribute ``exclusive`` is set.
+    """
     if any(each.exclusive or not exclusively for each in front_ends({id(p) for p in parameters})):
         raise ConfigError(
             "these parameters' gradients are exchanged already, by DDP's hook or a distributed optimizer: use one of "
@@ -298,7 +303,7 @@ def require_free(parameters: Sequence[torch.Tensor], *, exclusively: bool = Fals
 
 
 def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:
-    """Return those of an optimizer's groups, but none that lies on a GPU: it would have to be waited for."""
+    """Return the learning rates of an optimizer's groups, except those on a GPU, for which the host would wait."""
     rates = []
     for group in () if optimizer is None else optimizer.param_groups:
         rate = group.get("lr")
@@ -309,7 +314,7 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
 
 @untraced
 def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments that ``step()`` gets, if other ones; the optimizer is the first of ``args``."""
+    """Return the arguments for ``step()`` if they change. ``args`` begins with the optimizer."""
     named = "closure" in kwargs
     closure = given = kwargs["closure"] if named else args[1] if len(args) > 1 else None
     for each in list(_front_ends):
@@ -321,7 +326,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kw
 
 @untraced
 def end_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Call :meth:`FrontEnd.after_step`: after a ``step()``, or when it has raised."""
+    """Call :meth:`FrontEnd.after_step`, after a ``step()`` or when it has raised."""
     for each in list(_front_ends):
         if each.owns(optimizer):
             each.after_step()

@@ -1,8 +1,7 @@
-"""Horovod's own ``DistributedOptimizer`` with our compressor: its calls of ``compress`` and ``decompress``.
+"""Let Horovod's own ``DistributedOptimizer`` use our compressor, whose ``compress`` and ``decompress`` it calls.
 
-Horovod hands each gradient to ``compress()``, reduces the one-element placeholder that comes back, and puts what
-``decompress()`` returns into ``.grad``. The rest of what Horovod's optimizer needs is in ``horovod.py``: which
-optimizer is calling, and the placeholders.
+Horovod passes each gradient to ``compress()``, reduces the one-element placeholder that it returns, and puts the result
+of ``decompress()`` into ``.grad``. ``horovod.py`` finds the optimizer that calls, and makes the placeholders.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from dgc.torch.untraced import untraced
 
 
 class _WrappedTwice(ConfigError):
-    """Raised in the backward pass: the script steps one of two optimizers, perhaps the other one."""
+    """Raised in the backward pass, as it is unknown which of the two optimizers the script will step."""
 
 
 class HorovodFrontEnd(FrontEnd):
-    """Reads the state of an optimizer that ``hvd.DistributedOptimizer`` made from that optimizer's own fields.
+    """Follows an optimizer that ``hvd.DistributedOptimizer`` made, by reading that optimizer's private fields.
 
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
 
     Attributes:
-        lost: whether a step was given up whose exchange had begun, which Horovod's optimizer cannot take back.
-        all_handed_over: whether a step is to be given up all of whose gradients all ranks had handed over.
+        lost: whether a step was given up after its exchange had begun, which Horovod's optimizer cannot take back.
+        all_handed_over: whether all ranks had submitted all gradients of a step that is given up.
     """
 
     lost = all_handed_over = False
@@ -66,13 +65,13 @@ class HorovodFrontEnd(FrontEnd):
 
     @property
     def begun(self) -> bool:  # type: ignore[override]
-        """Whether Horovod's optimizer has gradients for a step that is not exchanged yet."""
+        """Whether Horovod's optimizer has gradients for a step that was not exchanged yet."""
         o = self._optimizer if self.drives else None
         return o is not None and (bool(o._handles) or not self._all_left(o))
 
     @property
     def averaged(self) -> bool:
-        """Whether Horovod's optimizer has exchanged gradients, and no backward pass has run after that."""
+        """Whether Horovod's optimizer has exchanged gradients, and no backward pass has run since."""
         o = self._optimizer if self.drives else None
         return o is not None and o._synchronized and self._all_left(o)
 
@@ -81,29 +80,29 @@ class HorovodFrontEnd(FrontEnd):
 
     @property
     def hands_over_at_once(self) -> bool:
-        """Whether Horovod's optimizer hands over each gradient as it arrives, so that the first one is a step's first.
+        """Whether Horovod's optimizer submits each gradient when it arrives, so that the first one begins a step.
 
         It does not if it adds up several backward passes, or waits for groups of gradients.
         """
         return self._optimizer.backward_passes_per_step == 1 and not self._optimizer._group_counts
 
     def hand_over(self, index: int, gradient: torch.Tensor) -> bool:
-        """Note a gradient that Horovod hands over; returns whether it is zeros of Horovod's, as this rank has none.
+        """Note a gradient that Horovod submits. Returns whether Horovod has made it, of zeros, as this rank has none.
 
-        There was none when the step's first one came, and no backward pass has come to the parameter. Zeros of the
-        script's are a gradient, as in dense training.
+        That is so if there was none when the step's first gradient came, and no backward pass has reached the
+        parameter since. Zeros that the script has set are a gradient, as in dense training.
         """
         parameters, delays = self.engine.parameters, self._optimizer._allreduce_delay
         untouched = bool(delays.get(parameters[index]) == self._optimizer.backward_passes_per_step)
         if self._begun_without is None:
             self._begun_without = {i for i, p in enumerate(parameters) if p.grad is None}
-            if untouched:  # of all those without a gradient, Horovod has given this one zeros already
+            if untouched:  # it had no gradient, and Horovod has made zeros for it already
                 self._begun_without.add(index)
         self._handed[index] = gradient, gradient._version
         return untouched and index in self._begun_without and not gradient.any()
 
     def take_back(self) -> int | None:
-        """The step's first result is asked for; the index of a gradient that was changed or replaced since, or None."""
+        """End the check when the first result is asked for. Returns the index of a changed gradient, or None."""
         handed, self._handed, self._begun_without = self._handed, {}, None
         for index, (gradient, version) in handed.items():
             if self.engine.parameters[index].grad is not gradient:
@@ -122,7 +121,7 @@ class HorovodFrontEnd(FrontEnd):
 
     @property
     def update_follows(self) -> bool:
-        """Whether Horovod's ``step()`` asks for results, and not a script that may look at them."""
+        """Whether Horovod's ``step()`` asks for the results, and not a script, which may look at them."""
         if self.update is None or self.update.by_closure or not self.drives:
             return False
         return "synchronize" not in vars(self._optimizer)
@@ -140,17 +139,17 @@ class HorovodFrontEnd(FrontEnd):
 
     @override
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        # Horovod makes gradients for parameters of which no rank has one; Adam would move those.
+        # Horovod makes gradients for parameters that have none on any rank, and Adam would move these parameters.
         for index in () if self.begun else self.engine.left_alone:
             self.engine.parameters[index].grad = None
         super().begin_update(optimizer)
 
     @override
     def give_up(self) -> None:
-        """Forget the backward passes since the last step; after one of an exchange the next step is an error.
+        """Forget the backward passes since the last step. If their exchange had begun, the next step is an error.
 
-        That is so on all ranks or on none: where all had handed over all gradients, some may have made the update, and
-        the placeholders of the others are waited for here.
+        It is an error on all ranks or on none. If all ranks had submitted all gradients, some may have made the update,
+        and the others wait for their placeholders here.
         """
         if not self.drives:
             return
@@ -171,7 +170,7 @@ class HorovodFrontEnd(FrontEnd):
 
 
 def _refuse_adasum(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse Horovod's optimizer for Adasum, which steps each parameter before it asks the compressor."""
+    """Refuse Horovod's optimizer for Adasum, which steps each parameter before it calls the compressor."""
     from horovod.torch.optimizer import _DistributedAdasumOptimizer
 
     if vars(type(optimizer)).get("synchronize") is _DistributedAdasumOptimizer.synchronize:
@@ -179,7 +178,7 @@ def _refuse_adasum(optimizer: torch.optim.Optimizer) -> None:
 
 
 class HorovodCompressor(CompressorBase[Engine]):
-    """Horovod's ``Compressor``: two methods, called for each gradient in turn."""
+    """A Horovod ``Compressor``, whose two methods Horovod calls for each gradient."""
 
     _pending_error: DGCError | None = None
     _last_found = 0
@@ -191,14 +190,14 @@ class HorovodCompressor(CompressorBase[Engine]):
 
     @untraced
     def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
-        """Start the exchange of a gradient; Horovod reduces a one-element placeholder in the meantime.
+        """Begin the exchange of a gradient, and return a one-element placeholder for Horovod to reduce.
 
         Errors about the gradient are raised by :meth:`decompress`, on all ranks.
 
         Raises:
             ConfigError: the compressor is not bound to a model, or an earlier step was given up.
         """
-        if tensor is None:  # Horovod was given the class
+        if tensor is None:  # Horovod was given the class, not an instance
             raise no_compressor(HorovodCompressor)
         engine = self._exchanging(
             "parameters: pass model.named_parameters() and optimizer=, or use dgc.torch.DistributedOptimizer, which "
@@ -219,7 +218,7 @@ class HorovodCompressor(CompressorBase[Engine]):
             and front_end.averaged
             and engine.hands_back(once=True)
         ):
-            # synchronize() once more in the same step: the gradient is the step's result, clipped perhaps.
+            # A second synchronize() in one step: the gradient is the step's result, which may have been clipped.
             placeholder = self._placeholders.take()
             engine.stats.add_sent(placeholder.nbytes)
             return placeholder, tensor
@@ -228,9 +227,9 @@ class HorovodCompressor(CompressorBase[Engine]):
             try:
                 result = self._submit(engine, tensor)
             except (StallError, _WrappedTwice):
-                raise  # the other ranks do not come, or decompress() will not be called
+                raise  # the other ranks do not take part, or decompress() will not be called
             except DGCError as error:
-                # Raised here, in a backward hook, it would leave the other ranks waiting for this one's placeholder.
+                # If it were raised here, in a backward hook, the other ranks would wait for this rank's placeholder.
                 self._pending_error = error
         placeholder = self._placeholders.take()
         engine.stats.beside += placeholder.nbytes
@@ -238,7 +237,7 @@ class HorovodCompressor(CompressorBase[Engine]):
 
     @untraced
     def decompress(self, tensor: torch.Tensor, ctx: object) -> torch.Tensor:
-        """Wait for the exchange and return ``ctx``, mostly the gradient itself, which now holds the averaged result.
+        """Wait for the exchange and return ``ctx``, mostly the gradient itself, which then holds the averaged result.
 
         Raises:
             ConfigError: the placeholder shows another op than the compressor's, or a joined rank.
@@ -281,7 +280,7 @@ class HorovodCompressor(CompressorBase[Engine]):
             self._front_end.all_handed_over = through
 
     def _give_up(self) -> None:
-        """Let the optimizer forget a step that an error or an exception left half done."""
+        """Let the optimizer forget a step that an error or an exception has ended early."""
         self._pending_error = None
         if self.engine is not None and self.engine.front_end.begun:
             self.engine.front_end.give_up()
@@ -298,7 +297,7 @@ class HorovodCompressor(CompressorBase[Engine]):
                     "two models share the compressor, or sparse_as_dense=True copied a sparse gradient"
                 )
             )
-        # The result goes where the gradient is: Horovod lets .grad have the result's memory in any case.
+        # The result goes into the gradient's memory. Horovod gives .grad the result's memory in any case.
         assert self._front_end is not None, "it has bound the caller"
         if not engine.is_open and self._front_end.hands_over_at_once:
             engine.refuse_results(index)
@@ -331,7 +330,7 @@ class HorovodCompressor(CompressorBase[Engine]):
             )
 
     def _locate(self, engine: Engine, tensor: torch.Tensor) -> int | None:
-        """Find the parameter whose ``.grad`` is this very tensor, beginning where the last one was found."""
+        """Find the parameter whose ``.grad`` is this very tensor. The search begins after the last one found."""
         count = len(engine.parameters)
         start = self._last_found
         for offset in range(count):

@@ -1,8 +1,8 @@
-"""``dgc.torch.join``: ranks with fewer batches take part in the steps of the others, as with ``hvd.join()``.
+"""Let ranks with fewer batches take part in the others' steps: ``dgc.torch.join``, like ``hvd.join()``.
 
-A joined rank hands over zeros, so its momentum and residual go on being sent, and its messages carry a flag. After each
-such step it takes over the options of a rank that trains, and makes the same update. When every rank has set the joined
-flag, nobody had a gradient, and the exchange is undone.
+A joined rank submits zeros, so that its momentum and residual are still sent, and its messages carry a flag. After each
+such step it copies the options of a rank that trains, and makes the same update. When every rank has set the joined
+flag, no rank had a gradient, and the exchange is undone.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ _DIVISORS = {"all": Flags.JOINED, "training": Flags.JOINED | Flags.BY_TRAINING}
 
 
 def join(compression: DGCCompressor, divide_by: str = "all") -> int:
-    """Take part in the steps of ranks that still train, without data, until all ranks have joined. Collective.
+    """Take part, without data, in the steps of ranks that still train, until all ranks have joined. Collective.
 
-    Afterwards parameters, optimizer state and options (the learning rate) are those of the last rank on all ranks;
-    residuals stay each rank's own. Buffers of the model are not broadcast.
+    Afterwards all ranks have the parameters, optimizer state and options (the learning rate) of the last rank; each
+    keeps its own residuals. Buffers of the model are not broadcast.
 
     Args:
-        compression: of ``dgc.torch.DistributedOptimizer`` or of Horovod's.
-        divide_by: what the sum of gradients is divided by. "all": the number of ranks, as in ``hvd.join()``.
-            "training": the number of ranks that had not joined in the step before. Equal on all ranks.
+        compression: the compressor of ``dgc.torch.DistributedOptimizer`` or of Horovod's.
+        divide_by: the divisor of the sum of gradients. "all": the number of ranks, as in ``hvd.join()``. "training":
+            the number of ranks that had not joined in the step before. It must be the same on all ranks.
 
     Returns:
-        The rank that joined last (the highest of several), to broadcast from; 0 where this process exchanges nothing.
+        The rank that joined last (the highest of several), from which to broadcast; 0 if this process exchanges
+        nothing.
 
     Raises:
-        ConfigError: another ``divide_by``, no bound compressor, nodes that send as one, or a sharded optimizer.
+        ConfigError: an unknown ``divide_by``, no bound compressor, ``hierarchical=True``, or a sharded optimizer.
         LayoutError: called between ``backward()`` and ``step()``.
         DGCError: this or another rank failed.
     """
@@ -82,7 +83,7 @@ def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
 
 
 def _step_until_all_joined(engine: Engine, optimizer: Any) -> int:
-    """Returns the rank, within the exchange, that joined last."""
+    """Return the rank, within the exchange, that joined last."""
     ranks, before = engine.transport.size, set(engine.exchange.joined)
     while True:
         _clear(engine)
@@ -100,7 +101,7 @@ def _step_until_all_joined(engine: Engine, optimizer: Any) -> int:
 
 
 def _clear(engine: Engine) -> None:
-    """Leave no gradient behind, neither a result nor what an accumulation that has not ended has added up."""
+    """Clear every gradient: results, and sums of backward passes that were not exchanged."""
     engine.front_end.give_up()
     for p in engine.parameters:
         p.grad = None
@@ -108,7 +109,7 @@ def _clear(engine: Engine) -> None:
 
 
 def _take_over_from_root(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:
-    """Overwrite what all ranks share with that of one rank, unless it is equal."""
+    """Overwrite what all ranks share by the values of one rank, unless they are equal."""
     exchange, transport = engine.exchange, engine.transport
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     momentum = exchange.state.shared_momentum(exchange.schedule.begin)
@@ -143,5 +144,5 @@ def _take_over_from_root(engine: Engine, optimizer: Any, job: TorchJob, root: in
 
 
 def _moved_storage(storage: torch.UntypedStorage, place: str, device: torch.device) -> torch.UntypedStorage:
-    """Move what was on another rank's device, which may not exist here, to this rank's; the rest stays on the host."""
+    """Move memory of another rank's device, which may not exist here, to this rank's; host memory stays on the host."""
     return storage if place == "cpu" else storage.to(device=device)

@@ -1,4 +1,4 @@
-"""Give ranks that have joined, and so have no schedule to follow, the options of a rank that trains."""
+"""Give ranks that have joined, and whose scheduler does not run, the options of a rank that trains."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def share_options(
 
 
 def option_values(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The numbers among all groups' options for JSON, in a fixed order; None in the place of anything else."""
+    """Return the options of all groups in a fixed order, for JSON: numbers, and None for anything else."""
     return [_number(group[name]) for group in optimizer.param_groups for name in optimizer.defaults]
 
 
 def set_option_values(optimizer: torch.optim.Optimizer, values: Sequence[Any]) -> None:
-    """Overwrite the numbers among all groups' options by what :func:`option_values` returned on another rank."""
+    """Overwrite the numbers in all groups' options with those that :func:`option_values` returned on another rank."""
     left = iter(values)
     for group in optimizer.param_groups:
         for name in optimizer.defaults:

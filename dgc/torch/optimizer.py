@@ -1,7 +1,7 @@
-"""``dgc.torch.DistributedOptimizer``: the user's optimizer, whose gradients are compressed and averaged.
+"""Let the user's optimizer compress and average its gradients: ``dgc.torch.DistributedOptimizer``.
 
-The optimizer stays the object that it was: an :class:`~dgc.torch.optimizer_front_end.OptimizerFrontEnd` registers hooks
-on its parameters and around its ``step()``.
+It returns the user's own optimizer object. An :class:`~dgc.torch.optimizer_front_end.OptimizerFrontEnd` registers hooks
+on the parameters and around ``step()``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class _Methods:
-        """What :func:`DistributedOptimizer` adds to the user's optimizer."""
+        """The methods that :func:`DistributedOptimizer` adds to the user's optimizer."""
 
         compression: DGCCompressor
         backward_passes_per_step: int
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
             """Exchange the gradients, and wait for the results."""
 
         def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
-            """Let ``step()`` inside exchange nothing."""
+            """Let ``step()`` exchange nothing inside the ``with`` block."""
 
         def set_backward_passes_per_step(self, passes: int) -> None:
-            """Add up the gradients of so many backward passes before each exchange."""
+            """Add up the gradients of this number of backward passes before each exchange."""
 
-    # No classes of any object: types of the user's optimizer with Horovod's methods.
+    # For type checkers only, never instantiated: the user's optimizer with Horovod's methods.
     class HorovodOptimizer(_Methods, torch.optim.Optimizer): ...  # noqa: D101
 
     class HorovodSGD(_Methods, torch.optim.SGD): ...  # noqa: D101
@@ -108,23 +108,23 @@ def DistributedOptimizer(
     process_set: Any = None,
     group: Any = None,
 ) -> HorovodOptimizer:
-    """Let an optimizer average its gradients, compressed, while the backward pass goes on.
+    """Let an optimizer compress and average its gradients during the backward pass.
 
-    Arguments are those of ``horovod.torch.DistributedOptimizer``, and ``group``: a ``torch.distributed`` process group
-    whose ranks exchange. Without it, these are Horovod's where ``hvd.init()`` was called, else all of
-    ``torch.distributed``, for which neither Horovod nor MPI is needed.
+    Arguments are those of ``horovod.torch.DistributedOptimizer``, and ``group``: the ``torch.distributed`` process
+    group whose ranks exchange gradients. Without ``group``, Horovod's ranks do if ``hvd.init()`` was called, otherwise
+    all ranks of ``torch.distributed``, which needs neither Horovod nor MPI.
 
-    With ``compression=dgc.Compression.dgc(...)`` the compressor is bound to the optimizer's parameters here
-    (collective). Without ``compression``, and with ``dgc.Compression.none`` or ``.fp16``, gradients are averaged as
-    they are or as float16, as DistributedDataParallel does it. In a job of Horovod's it averages these itself, and
-    takes compressors of its own.
+    With ``compression=dgc.Compression.dgc(...)`` this call binds the compressor to the optimizer's parameters
+    (collective). Without ``compression``, and with ``dgc.Compression.none`` or ``.fp16``, gradients are averaged in
+    their own type or as float16, as by DistributedDataParallel. In a Horovod job Horovod averages these itself, and
+    its own compressors can be given.
 
     Returns:
         The optimizer itself, with Horovod's ``synchronize()``, ``skip_synchronize()``, ``zero_grad()`` and
         ``set_backward_passes_per_step()``, and the compressor as its attribute ``compression``.
 
     Raises:
-        ConfigError: arguments that do not fit together, a compressor that is in use, or no plain optimizer.
+        ConfigError: arguments do not fit together, the compressor is in use, or this is not a plain optimizer.
         LayoutError: ranks disagree about the parameters.
     """
     job = job_of(group)
@@ -198,7 +198,7 @@ def DistributedOptimizer(
 
 
 def _alone(optimizer: torch.optim.Optimizer) -> HorovodOptimizer:
-    """Give an optimizer whose process exchanges nothing Horovod's methods."""
+    """Give Horovod's methods to an optimizer whose process exchanges nothing."""
     itself = weakref.proxy(optimizer)
     vars(optimizer).update(
         synchronize=lambda: None,

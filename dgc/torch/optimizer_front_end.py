@@ -1,7 +1,7 @@
-"""The front end of dgc's ``DistributedOptimizer``: it hands over gradients, and has Horovod's methods.
+"""The front end of dgc's ``DistributedOptimizer``: it submits gradients, and has Horovod's methods.
 
-Backward passes are counted for each parameter. After the last one its gradient is handed over, and must not change
-until the results are there. ``step()``, or ``synchronize()`` before it, waits for them.
+Backward passes are counted for each parameter. After the last one the gradient is submitted. It must not change until
+the results have come. ``step()``, or ``synchronize()`` before it, waits for them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _IN_DDP = (
 class HandedOver(NamedTuple):
     """A gradient that is being exchanged: the tensor, its version at the start, and the tensor for the result.
 
-    It must not change: the exchange may have read it before a change, or after it.
+    It must not change, as nobody knows whether the exchange reads it before the change or after it.
     """
 
     gradient: torch.Tensor
     version: int
     result: torch.Tensor
-    values: torch.Tensor | None  # a few values of a sharded gradient, whose version does not always rise
+    values: torch.Tensor | None  # a few values of a sharded gradient, whose version does not always show a change
 
     def is_changed(self, p: torch.Tensor) -> bool:
-        """Return whether the parameter's gradient was replaced, or changed in place since then."""
+        """Return whether the parameter's gradient was replaced or changed in place since the start."""
         if p.grad is not self.gradient:
             return True
         if self.gradient._version != self.version and has_own_version(self.gradient):
@@ -51,15 +51,15 @@ class HandedOver(NamedTuple):
 
 
 def has_own_version(gradient: torch.Tensor) -> bool:
-    """Return whether a new version of a gradient means that it was changed: the parts of a buffer share one."""
+    """Return whether a new version means that this gradient was changed. Parts of one buffer share a version."""
     return gradient.is_sparse or gradient.untyped_storage().nbytes() <= gradient.nbytes
 
 
 class OptimizerFrontEnd(FrontEnd):
-    """Hands one optimizer's gradients to an engine, compressing or dense, and its results back before each step.
+    """Submits one optimizer's gradients to an engine, and brings the results back before each step.
 
     Attributes:
-        averaged: whether gradients were exchanged, and no backward pass has run after that.
+        averaged: whether gradients were exchanged, and no backward pass has run since.
     """
 
     holds = True
@@ -72,10 +72,10 @@ class OptimizerFrontEnd(FrontEnd):
         """Register hooks on the engine's parameters, and give the optimizer the methods, which keep this object alive.
 
         Args:
-            optimizer: has an attribute ``backward_passes_per_step``. Other front ends of its parameters end.
-            engine: of the parameters.
+            optimizer: has an attribute ``backward_passes_per_step``. Other front ends over its parameters are ended.
+            engine: exchanges the parameters' gradients.
             densified: indices of parameters whose sparse gradients are exchanged as dense ones.
-            scaler: a GradScaler perhaps, whose scale the engine knows.
+            scaler: a GradScaler whose scale the engine knows, if there is one.
         """
         super().__init__(engine)
         self._parameters: list[torch.Tensor] = engine.parameters
@@ -87,7 +87,7 @@ class OptimizerFrontEnd(FrontEnd):
         self.drive(optimizer, self.arrived)
         self._guard()
         self.begin_anew()
-        for other in front_ends(self._ids):  # somebody may still refer to those optimizers
+        for other in front_ends(self._ids):  # their optimizers may still be in use
             if other is not self and isinstance(other, OptimizerFrontEnd):
                 other.give_up()
                 other._replaced = True
@@ -99,10 +99,10 @@ class OptimizerFrontEnd(FrontEnd):
 
     @untraced
     def synchronize(self) -> None:
-        """Exchange the gradients and wait for the results, which are in ``.grad`` then; again, it does nothing.
+        """Exchange the gradients, and wait until the results are in ``.grad``. A second call does nothing.
 
         Raises:
-            ConfigError: another optimizer over these parameters was wrapped since, or a gradient is sparse.
+            ConfigError: another optimizer over these parameters was wrapped later, or a gradient is sparse.
             LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """
@@ -110,7 +110,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()`` inside exchange nothing: ``synchronize()`` has."""
+        """Let ``step()`` exchange nothing inside the ``with`` block, as ``synchronize()`` has done it."""
         self._skipping = True
         try:
             yield
@@ -118,7 +118,7 @@ class OptimizerFrontEnd(FrontEnd):
             self._skipping = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Add up the gradients of so many backward passes before each exchange."""
+        """Add up the gradients of this number of backward passes before each exchange."""
         self._left = [passes] * len(self._parameters)
         if (optimizer := self.owner) is not None:
             vars(optimizer)["backward_passes_per_step"] = passes
@@ -145,7 +145,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     @untraced
     def arrived(self, index: int, p: torch.Tensor) -> None:
-        """A backward pass has added to a gradient."""
+        """Note that a backward pass has added to a gradient."""
         if self._replaced or self._owner() is None:
             return
         if self._is_first:
@@ -167,7 +167,7 @@ class OptimizerFrontEnd(FrontEnd):
     def _hand_over(self, index: int, p: torch.Tensor) -> None:
         """Begin the exchange of a gradient."""
         if absent := p.grad is None:
-            p.grad = torch.zeros_like(p)  # frozen or unused on this rank in this step; the others may have used it
+            p.grad = torch.zeros_like(p)  # frozen or unused on this rank in this step; other ranks may have used it
         gradient = p.grad
         if gradient.is_sparse and index in self._densified:
             gradient = gradient.to_dense()
@@ -191,7 +191,7 @@ class OptimizerFrontEnd(FrontEnd):
             self.engine.made_state()
             return
         if exchanging is not None and self._by_scaler:
-            # Its own step() has divided gradients by its scale, with no new version, where unscale_() has not.
+            # Unless unscale_() was called, the scaler's step() has divided gradients by its scale, in the same version.
             self._fail_changed(exchanging)
         if self.averaged:
             warnings.warn(
@@ -202,7 +202,7 @@ class OptimizerFrontEnd(FrontEnd):
         if vars(optimizer)["synchronize"] == self.synchronize:
             self._exchange(update_follows=True)
         else:
-            vars(optimizer)["synchronize"]()  # the script has put its own in the place of ours
+            vars(optimizer)["synchronize"]()  # the script has replaced our method
 
     @override
     def end_exchange_of_closure(self) -> None:
@@ -210,7 +210,7 @@ class OptimizerFrontEnd(FrontEnd):
             self.synchronize()
 
     def _exchange(self, update_follows: bool) -> None:
-        """Hand over the gradients that no backward pass has brought, wait for all results, put them into ``.grad``."""
+        """Submit the gradients that no backward pass has submitted, wait for all results, put them into ``.grad``."""
         engine = self.engine
         if self._replaced:
             raise ConfigError(
@@ -238,7 +238,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     def _require_unchanged(self) -> None:
         optimizer = self.owner
-        # The scaler divides gradients without a new version.
+        # The scaler divides gradients without changing their version.
         if self._scaler and self._handed and optimizer and has_unscaled(self._scaler, optimizer):
             self._fail_changed(next(iter(self._handed)))
         for index, p in enumerate(self._parameters):
@@ -260,7 +260,7 @@ class OptimizerFrontEnd(FrontEnd):
     def begin_anew(self) -> None:
         self._handed = {}
         passes = 1 if (optimizer := self.owner) is None else vars(optimizer)["backward_passes_per_step"]
-        self._left = [passes] * len(self._parameters)  # passes until a gradient is handed over
+        self._left = [passes] * len(self._parameters)  # passes until a gradient is submitted
         self.begun = self.averaged = False
 
     @override
@@ -281,7 +281,7 @@ class OptimizerFrontEnd(FrontEnd):
             optimizer.register_step_pre_hook(weakly(self._refuse_step))
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if vars(optimizer).get("synchronize") == self.synchronize:  # elastic jobs take the methods away
+        if vars(optimizer).get("synchronize") == self.synchronize:  # elastic jobs remove the methods
             raise ConfigError(
                 "the compressor of this optimizer was closed, and its gradients are not averaged any more: build a "
                 "new optimizer"
@@ -290,7 +290,7 @@ class OptimizerFrontEnd(FrontEnd):
     # -- DistributedDataParallel over the same parameters ------------------------------------------------------------
 
     def _guard(self) -> None:
-        """Refuse the forward pass of a DistributedDataParallel over these parameters; it may be there and unused."""
+        """Refuse the forward pass of a DistributedDataParallel over these parameters, but not its existence."""
         for ddp in ddp_over(self._parameters):
             if id(ddp) not in self._guarded:
                 self._guarded[id(ddp)] = ddp.register_forward_pre_hook(weakly(self._refuse_ddp))
@@ -305,7 +305,7 @@ class OptimizerFrontEnd(FrontEnd):
 
 
 def _write(p: torch.Tensor, result: torch.Tensor) -> None:
-    """Let ``.grad`` hold a result that lies elsewhere."""
+    """Put a result that is in other memory into ``.grad``."""
     if p.grad is None:
         return
     gradient = local(p.grad)
@@ -316,7 +316,7 @@ def _write(p: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def refuse_copy(protocol: SupportsIndex) -> NoReturn:
-    """Refuse ``copy`` and ``pickle``; both look this up on the instance."""
+    """Refuse ``copy`` and ``pickle``, which both look up this method on the instance."""
     raise TypeError(
         "a DistributedOptimizer cannot be copied or pickled: the copy's gradients would not be averaged. Build a new "
         "optimizer, wrap it, and hand it this one's state with load_state_dict(optimizer.state_dict())"

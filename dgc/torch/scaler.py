@@ -1,4 +1,4 @@
-"""What the exchange needs of a ``GradScaler``: its scale, and whether it has divided gradients already."""
+"""Read from a ``GradScaler`` its scale, and whether it has divided gradients already."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from dgc.torch.horovod import stepping_scaler
 
-# torch.amp has it since 2.3.
+# torch.amp has this class since torch 2.3.
 _Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 
 
 def read_scale(scaler: Any) -> float | Callable[[], float]:
-    """Return the scale of this step's gradients, or, of a scaler on a GPU, a function that waits for it."""
+    """Return the scale of this step's gradients. If the scaler is on a GPU, return a function that waits for it."""
     scale = getattr(scaler, "_scale", None)
     if not (isinstance(scale, torch.Tensor) and scale.is_cuda and scaler.is_enabled()):
         return scaler.get_scale()
@@ -23,7 +23,7 @@ def read_scale(scaler: Any) -> float | Callable[[], float]:
 
 
 def _read_later(scale: torch.Tensor) -> Callable[[], float]:
-    """Begin to copy one value from a GPU; return a function that waits for it without spinning."""
+    """Begin to copy one value from a GPU, and return a function that waits for it without spinning."""
     host = torch.empty(scale.shape, dtype=scale.dtype, pin_memory=True)
     host.copy_(scale, non_blocking=True)
     event = torch.cuda.Event(blocking=True)
@@ -49,7 +49,7 @@ def has_unscaled(scaler: object, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def warn_of_unknown_scaler() -> None:
-    """Warn that a scaler steps an optimizer; no error: a script may divide its gradients before they are exchanged."""
+    """Warn that a scaler steps an optimizer. It is no error, as a script may divide gradients before the exchange."""
     warnings.warn(
         "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "
         "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "

@@ -1,8 +1,8 @@
 """Update parameters by the received entries alone: no dense result, no pass of the optimizer over all parameters.
 
-Where the optimizer is a ``torch.optim.SGD`` whose momentum, Nesterov and decay the compressor applies, all that is
-left of its step is ``p <- p - lr * result``. The result is 0 nearly everywhere, and ``p - lr * 0`` is ``p``. The
-entries that are not 0 go through the very function that SGD calls: the parameters are the same bit for bit.
+If the optimizer is a ``torch.optim.SGD``, and the compressor applies its momentum, Nesterov and decay, its step is
+only ``p <- p - lr * result``. The result is 0 nearly everywhere, and ``p - lr * 0`` is ``p``. The entries that are not
+0 are applied by the same function that SGD calls, so the parameters are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dgc.core.exchange.entries import EntrySum
 from dgc.torch.adoption import updating_class, users_class
 from dgc.torch.tensors import is_sharded, local
 
-# Returns why an optimizer needs dense results in a step; None if it does not.
+# Returns the reason why an optimizer needs dense results in a step; None if it does not need them.
 Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
 
 
 class SparseUpdates:
     """Decides in each step whether the sums of entries are deferred, and applies them.
 
-    They are applied where ``step()`` itself ends the exchange; ``.grad`` is None then. A script that calls
-    ``synchronize()`` gets dense results; from its second step on they are written while the backward pass goes on.
+    They are applied if ``step()`` itself ends the exchange, and ``.grad`` is then None. A script that calls
+    ``synchronize()`` gets dense results. From its second step on they are written during the backward pass.
 
     Attributes:
-        reason: why results are dense; None where updates are sparse, and "" before the first step.
-        applied: whether they were applied, until the next step begins.
+        reason: why results are dense; None if updates are sparse, and "" before the first step.
+        applied: whether the sums were applied. False again when the next step begins.
         deferred: the sums of some buckets, for :meth:`apply`.
         obstacle: set by the caller of :meth:`apply`.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: int = 1, dense: int = 1) -> None:
-        """Take the parameters; ``sparsified`` and ``dense`` are the numbers of elements that are sent in these ways."""
+        """Prepare for these parameters. ``sparsified`` and ``dense`` count the elements that are sent in each way."""
         self._parameters = parameters
         self._unwanted = None if enabled else "sparse_updates=False"
         if enabled and not sparsified:
@@ -48,21 +48,21 @@ class SparseUpdates:
             self._unwanted = "all tensors are sparsified: no .grad would show whether the script clears it"
         self._update_followed = True  # whether step() ended the latest exchange
         self.applied = False
-        self._apart: list[int] = []  # addresses of parameters that were found to share no memory
+        self._apart: list[int] = []  # addresses of parameters that are known to share no memory
         self.deferred: Sequence[EntrySum] | None = None
         self.obstacle: Obstacle | None = None
         self.reason: str | None = ""
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """A step begins; returns whether sums of entries are to be deferred in it."""
+        """Begin a step. Returns whether sums of entries are to be deferred in it."""
         self.applied, self.deferred = False, None
         self.reason = self._refusal(optimizer)
         return self.reason is None
 
     def will_apply(self, optimizer: torch.optim.Optimizer | None, update_follows: bool) -> bool:
-        """Return whether the deferred sums of an exchange that has ended are applied instead of being written."""
+        """Return whether the deferred sums are applied after the exchange, instead of being written."""
         self._update_followed = update_follows
-        # The optimizer may have got an obstacle since the step began; where there was one, nothing is deferred.
+        # An obstacle may have appeared since the step began. If there was one then, nothing was deferred.
         if not update_follows or self.reason is not None or self.obstacle is None or self.obstacle(optimizer):
             return False
         if any(_is_part(p.grad) for p in self._parameters):
@@ -70,7 +70,7 @@ class SparseUpdates:
         return self.reason is None
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters by the deferred sums, if any, and let their ``.grad`` be None."""
+        """Update the parameters by the deferred sums, if any, and set their ``.grad`` to None."""
         if self.deferred is None:
             return
         members, deferred, self.deferred = self._parameters, self.deferred, None
@@ -97,7 +97,7 @@ class SparseUpdates:
             if not (p.is_cpu and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()):
                 return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
         addresses = list(map(torch.Tensor.data_ptr, shards))
-        if addresses != self._apart:  # entries of several are updated at once
+        if addresses != self._apart:  # one call updates entries of several parameters
             spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in shards if p.numel())
             if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
                 return "two parameters share memory"
@@ -114,9 +114,9 @@ def _is_part(gradient: torch.Tensor | None) -> bool:
 
 
 def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:
-    """Why a wrapped optimizer's own pass over the parameters is needed."""
+    """Return a function that tells why an optimizer's own pass over the parameters is needed."""
     ids = {id(p) for p in parameters}
-    of_torch: list[object] = []  # SGD's step, once it was found to be torch's
+    of_torch: list[object] = []  # SGD's step, after it was checked to be torch's
 
     def obstacle(optimizer: torch.optim.Optimizer | None) -> str | None:
         if scaled:
@@ -156,7 +156,7 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
 
 
 def _is_of_torch(function: object) -> bool:
-    """Whether a function and all that it wraps were defined in torch."""
+    """Return whether a function, and every function that it wraps, was defined in torch."""
     while function is not None:
         if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
             return False
@@ -171,7 +171,7 @@ def _class_of(optimizer: torch.optim.Optimizer) -> type:
 
 
 def _update_entries(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:
-    """Update (parameter, places, values) of one group."""
+    """Update the parameters of one group; ``run`` holds (parameter, places, values) of each."""
     flats, parts, results = [], [], []
     for p, places, values in run:
         flat = local(p).detach().view(-1).numpy()

@@ -1,8 +1,8 @@
-"""Turn torch tensors into the flat arrays of the core: views where the memory allows it, else copies.
+"""Turn torch tensors into the flat arrays of the core: views if the memory allows it, otherwise copies.
 
-A tensor on a GPU is handed over by its address. The kernels run on a stream of their own. They wait for the work that
-torch's current stream had at the time of the submission, and torch's stream waits for them before the results are
-used. The host waits for neither. A GPU that the kernels cannot use passes its tensors through host memory.
+A tensor on a GPU is passed by its address. The kernels run on a stream of their own. They wait for the work that
+torch's current stream had when the gradient was submitted, and torch's stream waits for them before the results are
+used. The host waits for neither. If the kernels cannot use a GPU, its tensors pass through host memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _NAMES = {getattr(torch, name): name for name in FLOAT_TYPES}
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # most are, and need no look at the type
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # most tensors have these types, and need no further check
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -41,12 +41,12 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a ``DTensor``: FSDP2 makes these of parameters and gradients."""
-    module = sys.modules.get("torch.distributed.tensor")  # slow to import; where it was not, there is none
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; not imported: no DTensor
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a ``DTensor``, in the same memory; any other tensor itself."""
+    """Return this rank's shard of a ``DTensor``, in the same memory. Return any other tensor itself."""
     if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -66,7 +66,7 @@ def describe(name: str, tensor: torch.Tensor) -> Parameter:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return the tensor's values in logical order, (numel,): a view where memory, device and type allow, else a copy.
+    """Return the tensor's values in logical order, (numel,): a view if memory, device and type allow, else a copy.
 
     NumPy does not know bfloat16, which becomes a float32 copy.
     """
@@ -85,7 +85,7 @@ def staging(n: int, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Result:
-    """Where one parameter's result goes: the core writes ``array``, and ``deliver()`` copies it to the tensor.
+    """The place for one parameter's result: the core writes ``array``, and ``deliver()`` copies it to the tensor.
 
     ``place`` is the tensor that owns the memory of ``array``, if that is neither ``tensor`` nor a NumPy array.
     """
@@ -97,7 +97,7 @@ class Result:
     place: torch.Tensor | None = None
 
     def deliver(self) -> None:
-        """Copy the array into the tensor unless it is its memory."""
+        """Copy the array into the tensor, unless they are the same memory."""
         if not self.is_view:
             target = self.tensor.detach()
             source = torch.from_numpy(self.array) if self.place is None else self.place
@@ -107,8 +107,9 @@ class Result:
 class Places:
     """Chooses the memory of results: that of their gradients, unless two gradients share memory.
 
-    For ``a.view(s) + b.view(s)`` autograd gives two parameters views of one tensor: the first result would overwrite
-    the second gradient. In the first step every result has memory of its own, and this class notes who shares.
+    For ``a.view(s) + b.view(s)`` autograd gives two parameters views of one tensor, and the first result would
+    overwrite the second gradient. In the first step every result gets its own memory, and this class notes which
+    gradients share.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
@@ -116,20 +117,20 @@ class Places:
         self._types = [p.dtype for p in parameters]
         self._first = True
         self._owners: dict[int, int] = {}  # address -> index, of this step
-        # FSDP2's gradients keep their values until results are delivered: these alone show whether somebody has changed
-        # them meanwhile, as torch._foreach_mul_ raises no version of a DTensor.
+        # FSDP2's gradients keep their values until results are delivered. Only the values show whether somebody has
+        # changed them meanwhile, as torch._foreach_mul_ does not raise the version of a DTensor.
         self._sharing = {i for i, p in enumerate(parameters) if is_sharded(p)}
         self._apart: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # index, gradient and result of the first step
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._owners.clear()
         self._apart.clear()
 
     def end(self) -> None:
-        """After the first step: move results that need no memory of their own to their gradients.
+        """Move results that need no memory of their own to their gradients, after the first step.
 
-        Gradients may be views of one buffer, which its owner clears at once.
+        Gradients may be views of one buffer, whose owner clears all of it at once.
         """
         self._first = False
         for index, gradient, result in self._apart:
@@ -139,7 +140,7 @@ class Places:
         self._apart.clear()
 
     def place(self, index: int, gradient: torch.Tensor) -> torch.Tensor | LayoutError:
-        """Return a tensor of the gradient's shape for its result, or the error why the gradient cannot be used."""
+        """Return a tensor of the gradient's shape for its result, or an error if the gradient cannot be used."""
         name, parameter, built = self._names[index], self._parameters[index], self._types[index]
         if index in self._sharing:
             parameter = local(parameter)
@@ -173,14 +174,14 @@ class Places:
 
 
 def samples(tensor: torch.Tensor) -> np.ndarray:
-    """Return (at most 8,) float64: a few values, spread over a tensor, to compare it between ranks."""
+    """Return (at most 8,) float64: a few values from all over a tensor, to compare it between ranks."""
     values = local(tensor).detach()
     places = torch.from_numpy(sample_places(values.numel())).to(values.device)
     return values.take(places).to(torch.float64).cpu().numpy()
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Return the sum of all values' bits, modulo 2**52: it differs between two tensors that differ in one value."""
+    """Return the sum of all values' bits, modulo 2**52. It differs if two tensors differ in one value."""
     values = local(tensor).detach()
     return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)) % 2**52
 
@@ -188,7 +189,8 @@ def sum_of_bits(tensor: torch.Tensor) -> int:
 def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of values from all over a tensor, (at most 1024,), without waiting for its device.
 
-    Their places, multiples of the golden ratio modulo 1, follow no pattern of rows, columns or pruned weights.
+    Their places are multiples of the golden ratio modulo 1, so they match no pattern of rows, columns or pruned
+    weights.
     """
     tensor = local(tensor)
     count = tensor.numel()
@@ -205,7 +207,7 @@ def fingerprint(tensor: torch.Tensor) -> np.ndarray:
 
 # -- on the host or on a GPU -----------------------------------------------------------------------------------------
 
-# Types in which the core writes results.
+# The types in which the core writes results.
 _NATIVE = frozenset((torch.float32, torch.float64))
 
 
@@ -216,7 +218,7 @@ def _written_as(dtype: torch.dtype) -> tuple[torch.dtype, float | None]:
 
 
 class HostTensors:
-    """Turns tensors into the arrays that ``kernels`` work on: views of CPU tensors, copies of all others."""
+    """Turns tensors into arrays for ``kernels``: views of CPU tensors, copies of all others."""
 
     kernels: Kernels
 
@@ -228,8 +230,8 @@ class HostTensors:
         return as_array(tensor)
 
     def result(self, tensor: torch.Tensor) -> Result:
-        """Return where the core writes the result for ``tensor``: into its own memory if it can, else a wider array."""
-        # Each call of torch's costs a microsecond, which tells with thousands of small gradients.
+        """Return the place for the result of ``tensor``: its own memory, or a wider array that the core can write."""
+        # Each torch call costs a microsecond, which counts with thousands of small gradients.
         flat = tensor.detach() if tensor.requires_grad else tensor
         if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
             return Result(tensor, flat.numpy().reshape(-1), None, True)
@@ -238,11 +240,11 @@ class HostTensors:
         return Result(tensor, place.numpy(), limit, False)
 
     def ready(self) -> Ready | None:
-        """Return what tells the kernels when gradients may be read; None for at once. See ``Submission``."""
+        """Return what tells the kernels when they may read gradients; None: at once. See ``Submission``."""
         return None
 
     def release(self) -> None:
-        """Let torch's stream wait for all work that the kernels were given."""
+        """Let torch's stream wait for all work of the kernels."""
 
 
 @dataclass(slots=True)
@@ -259,7 +261,7 @@ class Recorded:
 
 @dataclass(slots=True)
 class Ready:
-    """A stream on which gradients are made, by its handle, and a function that records an event there."""
+    """The handle of a stream on which gradients are computed, and a function that records an event on it."""
 
     stream: int
     record: Callable[[], Recorded]
@@ -272,7 +274,7 @@ class TorchStreams:
         self.device = device
 
     def ready(self) -> Ready:
-        """Return the current stream, to record an event after the work that it has now."""
+        """Return the current stream, to record an event after its present work."""
         stream = torch.cuda.current_stream(self.device)
         return Ready(int(stream.cuda_stream), partial(self._record, stream))
 
@@ -290,28 +292,28 @@ class TorchStreams:
         return torch.cuda.is_current_stream_capturing()
 
     def keep_for(self, tensor: torch.Tensor, stream: int) -> None:
-        """Keep memory that another stream, by its handle, uses from being reused before that stream is done."""
+        """Keep memory from being reused before another stream, given by its handle, has finished with it."""
         tensor.record_stream(torch.cuda.ExternalStream(stream, device=self.device))  # type: ignore[arg-type]
 
     def allocate(self, nbytes: int, stream: int) -> int:
-        """Take memory from torch's pool for a stream; returns its address."""
+        """Take memory from torch's pool for a stream, and return its address."""
         return int(torch.cuda.caching_allocator_alloc(nbytes, self.device, stream))
 
     def free(self, address: int) -> None:
-        """Give it back."""
+        """Return memory to torch's pool."""
         if not sys.is_finalizing():
             torch.cuda.caching_allocator_delete(address)
 
 
 class DeviceTensors(HostTensors):
-    """Tensors of one GPU, by address."""
+    """Turns tensors of one GPU into arrays, by their addresses."""
 
     kernels: DeviceKernels
 
     def __init__(self, kernels: DeviceKernels, streams: TorchStreams) -> None:
         self.kernels = kernels
         self._streams = streams
-        # Two pools would keep memory from each other that neither uses.
+        # With two pools, neither could use the memory that the other keeps free.
         kernels.device.allocate_with(streams.allocate, streams.free)
 
     @override
@@ -328,7 +330,7 @@ class DeviceTensors(HostTensors):
             return Result(tensor, self._view(flat.view(-1)), None, True)
         wide, limit = _written_as(flat.dtype)
         place = torch.empty(flat.numel(), dtype=wide, device=flat.device)
-        # It may be let go on a stream that has not waited for the kernels.
+        # It may be freed on a stream that has not waited for the kernels.
         self._streams.keep_for(place, self.kernels.device.stream)
         return Result(tensor, self._view(place), limit, False, place)
 
@@ -343,7 +345,7 @@ class DeviceTensors(HostTensors):
 
     @override
     def release(self) -> None:
-        if not self._streams.capturing():  # a step that was refused for that: nothing was begun
+        if not self._streams.capturing():  # if it is, the step was refused for it, and no work has begun
             self.kernels.device.release_to(self._streams.current())
 
     def _view(self, flat: torch.Tensor) -> Array:
@@ -351,9 +353,9 @@ class DeviceTensors(HostTensors):
 
 
 def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> HostTensors:
-    """Choose the GPU if all parameters lie on one and CuPy can use it, else the host.
+    """Choose the GPU if all parameters are on one and CuPy can use it, else the host.
 
-    If gradients on a GPU have to pass through the host, one warning says why: each is copied, and the host waits.
+    If gradients on a GPU must pass through the host, where each is copied and waited for, one warning gives the reason.
     """
     devices = {p.device for p in parameters}
     if all(device.type == "cpu" for device in devices):
