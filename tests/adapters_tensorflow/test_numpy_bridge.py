@@ -1,5 +1,12 @@
 """Crossing from TensorFlow to NumPy and back copies nothing of a tensor's size on a CPU."""
 
+import warnings
+from types import SimpleNamespace
+
+import tensorflow as tf
+
+from dgc.tensorflow.tensors import warn_of_copies
+
 ROUNDS = 12
 
 SHARES_MEMORY = """
@@ -68,26 +75,12 @@ def test_tensors_and_results_share_their_memory(ranks):
     assert [r for r in reports if not isinstance(r, list)] == [True, True, True]
 
 
-TELLS_OF_COPIES = """
-import warnings
-from types import SimpleNamespace
-
-import tensorflow as tf
-from worker_tools import report
-
-from dgc.tensorflow.tensors import warn_of_copies
-
-on_gpu = [SimpleNamespace(device=f"/job:localhost/replica:0/task:0/device:GPU:{i}") for i in (1, 1)]
-for variables in ([tf.Variable(1.0)], on_gpu, on_gpu):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_copies([tf.Variable(1.0), *variables])
-    report([str(w.message) for w in caught])
-"""
-
-
-def test_copies_from_a_gpu_are_told_once(ranks):
-    silent, told, again = ranks.run(TELLS_OF_COPIES, 1, launcher="single").reports[0]
-    assert (silent, again) == ([], [])
-    assert len(told) == 1
-    assert "copies them there from GPU:1, and results back" in told[0]
+def test_copies_from_a_gpu_are_told_once(recwarn):
+    on_gpu = [SimpleNamespace(device=f"/job:localhost/replica:0/task:0/device:GPU:{i}") for i in (1, 1)]
+    warnings.simplefilter("always")
+    warn_of_copies([tf.Variable(1.0)])
+    assert not recwarn.list
+    for _ in range(2):
+        warn_of_copies([tf.Variable(1.0), *on_gpu])
+    (told,) = recwarn.list
+    assert "copies them there from GPU:1, and results back" in str(told.message)

@@ -1,19 +1,14 @@
 """Errors that one rank meets under each launcher: every rank gets one, and none hangs."""
 
 import re
-from pathlib import Path
 
 import pytest
 from launch_tools import run_mpi
 from rank_jobs import once
 
-WORKERS = Path(__file__).parent / "workers"
-
 JOINED = """
-import sys
-sys.path.insert(0, {workers!r})
 import horovod.torch as hvd, torch
-from models import make_model, train, wrap
+from adapters_torch.workers.models import make_model, train, wrap
 from worker_tools import report
 import dgc.torch as dgc
 
@@ -38,7 +33,7 @@ report("no error")
     once((way, launcher) for launcher in ("mpirun", "horovodrun", "gloo") for way in "ba"),
 )
 def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
-    source = JOINED.format(workers=str(WORKERS), way=way)
+    source = JOINED.format(way=way)
     stall = {} if launcher == "gloo" else {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}  # where MPI carries gradients
     result = run_mpi(2, source, launcher=launcher, env=stall, check=False)
     assert not result.timed_out, result.explain()
@@ -49,8 +44,6 @@ def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
 
 
 DENSIFIED = """
-import sys
-sys.path.insert(0, {workers!r})
 import horovod.torch as hvd, torch
 from worker_tools import report
 import dgc.torch as dgc
@@ -88,23 +81,21 @@ report([text, linear.weight.sum().item()])
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", once(["mpirun", "gloo"]))
 def test_a_gradient_that_is_refused_at_once_reaches_all_ranks(ranks, launcher):
-    result = ranks.run(DENSIFIED.format(workers=str(WORKERS)), 2, launcher=launcher)
+    result = ranks.run(DENSIFIED, 2, launcher=launcher)
     (text, own), other = result.values
     assert other == [text, own]
     assert text.startswith("rank 1 failed in step 2: 'embedding' has sparse gradients"), text
 
 
 STRANGER = """
-import sys
-sys.path.insert(0, {workers!r})
 import horovod.torch as hvd, torch
-from models import loss_of, make_model
+from adapters_torch.workers.models import loss_of, make_model
 from worker_tools import report
 import dgc.torch as dgc
 
 hvd.init()
 model, stranger = make_model(), torch.nn.Linear(40, 40)
-everything = [*model.named_parameters(), *((f"stranger.{{n}}", p) for n, p in stranger.named_parameters())]
+everything = [*model.named_parameters(), *((f"stranger.{n}", p) for n, p in stranger.named_parameters())]
 compression = dgc.Compression.dgc(model.named_parameters(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 both = torch.optim.SGD([p for _, p in everything], lr=0.1)
 optimizer = hvd.DistributedOptimizer(both, named_parameters=everything, compression=compression)
@@ -119,7 +110,7 @@ except dgc.LayoutError as error:
 @pytest.mark.mpi
 @pytest.mark.parametrize("launcher", once(["mpirun", "horovodrun", "gloo"]))
 def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(ranks, launcher):
-    result = ranks.run(STRANGER.format(workers=str(WORKERS)), 2, launcher=launcher)
+    result = ranks.run(STRANGER, 2, launcher=launcher)
     # The other rank finds it, too, when it has to fill in the gradient that only this one computed.
     text = r"rank [01] failed in step 0: Horovod passed a gradient that belongs to no parameter"
     assert len(result.values) == 2, result.explain()
@@ -140,10 +131,8 @@ def test_a_rank_whose_first_gradient_is_the_wrong_one_tells_the_others(ranks, la
 )
 def test_mpi_that_cannot_be_used_is_refused_on_every_rank(ranks, launcher, env, options, expected):
     source = f"""
-import sys
-sys.path.insert(0, {str(WORKERS)!r})
 import horovod.torch as hvd, torch
-from models import make_model, wrap
+from adapters_torch.workers.models import make_model, wrap
 from worker_tools import report
 import dgc.torch as dgc
 hvd.init()

@@ -93,4 +93,3 @@ def a_reset_forgets_gradients_that_were_added_up():
     apply(1.0)
     for a, b in zip(before, variables, strict=True):
         np.testing.assert_allclose(a - 2.0, np.asarray(b), rtol=1e-5, atol=1e-5)
-    compression.close()

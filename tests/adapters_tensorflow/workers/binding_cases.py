@@ -47,7 +47,6 @@ def a_binding_that_failed_leaves_nothing():
         m.assert_replicas([np.asarray(g) for g in m.tape_step(model, compression)])
         assert inner.momentum == 0
         assert set(compression.engine.adoption.hyper.momentum) == {0.9}
-        compression.close()
 
 
 @case
@@ -79,7 +78,6 @@ def describe_says_what_happens():
     assert {k: v for k, v in before.items() if k not in changing} == {
         k: v for k, v in after.items() if k not in changing
     }
-    compression.close()
 
 
 def in_a_graph():
@@ -235,4 +233,3 @@ def a_model_is_copied_without_its_compressor():
     m.assert_raises(lambda: copy.deepcopy([compression]), "load_state_dict", kinds=(TypeError,))
     settings = copy.deepcopy(dgc.Compression.dgc(momentum=0.9, sparsity=0.9))
     assert not settings.is_bound
-    compression.close()

@@ -53,7 +53,6 @@ def a_clip_that_one_rank_alone_sets_is_an_error_on_all():
     for _ in range(2):  # the first step of all, in which nothing was agreed upon, is one like the others
         m.assert_raises(lambda: step(optimizer, variable), "clipnorm=0.05")
         assert not np.asarray(variable).any()
-    optimizer.close()
 
 
 @case
@@ -66,7 +65,6 @@ def without_momentum_dgc_momentum_clips_the_mean_as_dense_does():
             step(optimizer, found, 1.0 + i + hvd.rank())
             step(dense, wanted, 1.0 + i + (hvd.size() - 1) / 2)
         m.assert_close([np.asarray(found)], [np.asarray(wanted)], 1e-6)
-        optimizer.close()
 
 
 @case

@@ -64,7 +64,6 @@ def both_agree(name, options, steps, **sgd):
         for key, array in states[0][n].items():
             np.testing.assert_array_equal(array, states[1][n][key], f"{name} {n} {key}")
     one.close()
-    other.close()
 
 
 OPTIONS = {

@@ -115,7 +115,6 @@ def a_resumed_run_goes_on_bit_for_bit():
             one(step)
         for a, b in zip(m.values(again), whole, strict=True):
             np.testing.assert_array_equal(a, b)
-        resumed.close()
 
 
 def betas_of(changes, steps=9):
@@ -141,7 +140,6 @@ def u_is_the_moment_of_adam_whatever_is_assigned_to_beta_1():
             (entry,) = compression.state_dict()["parameters"].values()
             wanted = moment.ravel() / (1 - beta ** (step + 1))
             np.testing.assert_allclose(entry["u"], wanted, rtol=1e-4, atol=1e-6, err_msg=f"{changes} {step}")
-        compression.close()
 
 
 @case
@@ -174,7 +172,6 @@ def a_beta_1_of_0_leaves_nothing_of_the_moments_before():
             np.testing.assert_allclose(entry["u"], np.asarray(gradient).ravel(), rtol=1e-4, atol=1e-6)
             checked += 1
     assert checked
-    compression.close()
 
 
 @case
@@ -188,7 +185,6 @@ def what_it_does_not_take():
         _, inner, compression = by_tape(make, {**m.SPARSE, **options}, steps=2)
         assert not any(compression.engine.adoption.hyper.momentum)
         assert getattr(inner, "beta_1", 0.9) == 0.9
-        compression.close()
 
 
 @case
@@ -203,4 +199,3 @@ def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
         assert len(texts) == (told if hvd.rank() == 0 else 0), (make, options)
         if "steps" in options:
             assert compression.config.sparsity == (1 - 0.15, 1 - 0.05)
-        compression.close()

@@ -58,7 +58,6 @@ def a_tape_equals_horovods_join_at_sparsity_0():
         train_dense(3, start=90)
         train(3, start=90)
         m.assert_close(m.values(model), m.values(dense), 1e-5)
-        compression.close()
 
 
 @case
@@ -72,7 +71,6 @@ def replicas_are_identical_at_sparsity_099():
             train(batches(gap), start=40)
         dgc.join(compression)
         assert compression.state_dict()["step"] == 3 * batches(gap, MOST)
-        compression.close()
 
 
 @case
@@ -81,7 +79,6 @@ def the_last_ranks_variables_come_without_pickle():
     with patch("cloudpickle.load", side_effect=AssertionError("a pickle was read")):
         dgc.join(compression)
     assert not m.replicas_differ([*m.values(model), *map(np.asarray, variables_of(inner))])
-    compression.close()
 
 
 @case
@@ -101,7 +98,6 @@ def fit_goes_on_after_a_join():
             assert compression.residual_norm == left > 0, "the callback has taken the variables for a loaded model's"
         m.fit(model, 2, first=90, callbacks=[root])
         assert not m.replicas_differ(m.values(model))
-        compression.close()
 
 
 @case
@@ -118,7 +114,6 @@ def a_changed_learning_rate_is_a_warning():
     assert np.isclose(float(inner.learning_rate), 0.01)
     train(2, start=90)
     assert not m.replicas_differ(m.values(model))
-    compression.close()
 
 
 @case
@@ -131,7 +126,6 @@ def mistakes_are_errors_on_every_rank():
         loss = tf.reduce_sum(table**2)
     hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [table])
     m.assert_raises(lambda: dgc.join(compression), "dgc's own tape or optimizer")
-    compression.close()
 
 
 @case
@@ -145,4 +139,3 @@ def an_error_of_a_training_rank_reaches_the_joined_ones():
             compression.engine.fail(dgc.LayoutError("a broken batch"))
 
     m.assert_raises(act, "a broken batch")
-    compression.close()

@@ -48,7 +48,6 @@ def equals_paddle_from_before_the_rampup_to_its_end():
         parameters = optimizer.state_dict()["parameters"]
         for i in range(2):
             np.testing.assert_allclose(parameters[f"w{i}"]["v"], oracle.v[hvd.rank()][i], atol=2e-5)
-        optimizer.close()
 
 
 @case
@@ -72,7 +71,6 @@ def sparse_gradients_become_dense_momentum():
     step(optimizer, table)
     np.testing.assert_allclose(table.numpy()[1], -0.1 * (1 + 1.9), rtol=0.01)
     assert np.flatnonzero(table.numpy().any(axis=1)).tolist() == [1, 2]
-    optimizer.close()
 
 
 @case
@@ -136,7 +134,6 @@ def resume_continues_bit_for_bit():
             mm.assert_equal(again, own)
             assert int(resumed.iterations) == first + 5
             resumed.close()
-        optimizer.close()
 
 
 @case
@@ -158,7 +155,6 @@ def minimize_is_a_whole_iteration():
     optimizer.minimize(value, [weight], tape=tape)
     assert optimizer.compression.engine.stats.steps == 41
     m.assert_replicas([weight.numpy()])
-    optimizer.close()
 
 
 @case

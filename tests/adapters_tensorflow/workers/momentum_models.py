@@ -1,7 +1,7 @@
 """Variables, gradients and short runs that the DGCMomentum worker cases share."""
 
+import adapters_tensorflow.workers.models  # noqa: F401  (initialises Horovod and one thread for each rank)
 import horovod.tensorflow as hvd
-import models  # noqa: F401  (initialises Horovod and one thread for each rank)
 import numpy as np
 import tensorflow as tf
 from paddle_oracle import PaddleOracle

@@ -115,7 +115,6 @@ def a_pattern_that_fits_nothing_is_told_on_rank_0():
             compression.bind(named_model().trainable_variables)
         assert len(told) == (hvd.rank() == 0), told
         assert all(f"{option}='nowhere/*'" in text and "*dense*" not in text for text in told)
-        compression.close()
 
 
 @case

@@ -1,7 +1,5 @@
 """What an error that all ranks raise leaves behind, with dgc's optimizer and with DDP's hook, under torchrun."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -162,10 +162,9 @@ def nor_is_a_result_with_decay_alone(way):
     assert torch.equal(flat(model), before)
 
 
-@case(way="ab")
-def entries_that_were_not_written_cannot_be_found_again(way):
-    require_error(way, UNWRITTEN, step_again, steps=4, optimizers=0.0, **SPARSE)
-    require_error(way, VELOCITY, step_again, steps=4, **SPARSE)
+@case(way="ab", again=("step", "backward"))
+def entries_that_were_not_written_cannot_be_found_again(way, again):
+    require_error(way, UNWRITTEN, AGAIN[again], steps=4, optimizers=0.0, **SPARSE)
 
 
 def cleared_between(model, optimizer, number):
