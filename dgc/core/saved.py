@@ -223,7 +223,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     parameters = state.get("parameters")
     if not isinstance(parameters, Mapping) or not all(isinstance(e, Mapping) for e in parameters.values()):
         raise LayoutError("a saved compressor state holds no parameters; load the result of state_dict()")
-    return {n: {k: np.shape(e[k]) for k in ("u", "v", "error") if k in e} for n, e in parameters.items()}
+    return {n: {k: np.shape(e[k]) for k in ("u", "v", "error", "w") if k in e} for n, e in parameters.items()}
 
 
 def resized(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.layout import ALIGNMENT, Bucket, Segment
+from dgc.core.layout import ALIGNMENT, Bucket, Segment, bounds_of
 
 # Elements in a stripe: a multiple of the alignment, so that each tensor's part of a rank's stripes is aligned, too.
 STRIPE = 2 * ALIGNMENT
@@ -66,7 +66,14 @@ class Stripes:
 
     def bounds(self, places: np.ndarray) -> np.ndarray:
         """Split ascending places by tensor, as :meth:`dgc.core.layout.Bucket.bounds` does."""
-        return self.bucket.bounds(self.positions(places))
+        return bounds_of(places, *self._ends)
+
+    @cached_property
+    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each sparsified tensor begins and all places end, (S + 1,) int64; where each tensor ends, (S,)."""
+        places = list(self.slices.values())
+        starts = np.array([*(each.start for each in places), self.sparse_size], np.int64)
+        return starts, np.array([each.stop for each in places], np.int64)
 
     @cached_property
     def slices(self) -> dict[Segment, slice]:

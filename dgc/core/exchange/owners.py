@@ -40,7 +40,7 @@ class Owners:
         self._bucket, self._transport, self._kernels = bucket, transport, kernels
         self._thresholds = new_thresholds(len(bucket.sparse))
         self._parts = self._came = np.empty((0, 0), np.uint8)
-        self.left = self._sums = np.empty(0, np.float32)
+        self.left = self._zeros = np.empty(0, np.float32)
         self.left_small = np.zeros(bucket.small_size, np.float32)
         self.small_blocks: list[np.ndarray] = []
         self.are_out = False
@@ -59,7 +59,7 @@ class Owners:
             self._kernels = NumbaKernels()
         places = plan.dealing.stripes[0].sparse_size
         if self.left.size != places:
-            self.left, self._sums = np.zeros(places, np.float32), np.zeros(places, np.float32)
+            self.left, self._zeros = np.zeros(places, np.float32), np.zeros(places, np.float32)
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
@@ -108,11 +108,10 @@ class Owners:
             WireError: a part is damaged.
         """
         dealing, rank = self._dealing, self._transport.rank
-        stripes, sums, left = dealing.stripes[rank], self._sums, self.left
+        stripes, left = dealing.stripes[rank], self.left
         left[...], self.left_small[...] = state.w, state.owned_error
         payload.fill(0)
         coded.fill(0)
-        sums.fill(0)
         for sender, part in enumerate(self._came):
             try:
                 count = _count(part)
@@ -122,12 +121,12 @@ class Owners:
             except (WireError, LayoutError) as error:
                 origin = f"{self._transport.label(sender)} for bucket {self._bucket.index}"
                 raise WireError(f"part of {origin}: {error}") from error
-            sums[places] += values
+            left[places] += values
         work = [
-            SegmentWork(gradient=sums[part], offset=part.start, length=part.stop - part.start, k=k)
+            SegmentWork(gradient=self._zeros[part], offset=part.start, length=part.stop - part.start, k=k)
             for part, k in zip(stripes.slices.values(), dealing.ks, strict=True)
         ]
-        chosen = self._kernels.accumulate_and_select(work, sums, left, self._thresholds)
+        chosen = self._kernels.accumulate_and_select(work, self._zeros, left, self._thresholds)
         values = dealing.second[rank].encode(chosen.positions, chosen.values, payload)
         left[chosen.positions] -= values
         overflows = chosen.nonfinite or not is_finite(self.left_small)
