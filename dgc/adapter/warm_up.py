@@ -16,6 +16,7 @@ from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels.base import Kernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
+from dgc.core.message import SUM_VALUES
 from dgc.transport.local import run_ranks
 
 Chosen = TypeVar("Chosen")
@@ -46,6 +47,9 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
         if not known:
             with compiling(f"codecs-{name}", part="codecs"):
                 _run_steps(small, ReferenceKernels())
+                if config.exchange != "gather":  # two ranks gather; owners code their sums with this codec
+                    sums = SUM_VALUES.get(config.values, config.values)
+                    _run_steps(dataclasses.replace(small, values=sums), ReferenceKernels())
 
     def everything() -> Chosen:
         chosen = choose()
