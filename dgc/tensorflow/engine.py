@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from dgc.adapter.agreement import require_agreement, require_replicas, tell_error
 from dgc.adapter.checks import warn_of_unmatched
@@ -507,7 +508,8 @@ class Engine(EngineBase):
     def _layout_of(self, indices: Sequence[int]) -> Layout:
         return make_layout([describe(self.names[i], self.variables[i]) for i in indices], self._config)
 
-    def require_loadable(self, saved: dict[str, Any]) -> None:  # noqa: D102
+    @override
+    def require_loadable(self, saved: dict[str, Any]) -> None:
         names, layout = self.names, self.layout
         try:
             super().require_loadable(saved)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import SHUT_DOWN, Horovod, check_placeholder
@@ -43,7 +44,8 @@ class TensorFlowHorovod(Horovod):
     module_name = "horovod.tensorflow"
     package = "dgc.tensorflow"
 
-    def load(self) -> ModuleType:  # noqa: D102
+    @override
+    def load(self) -> ModuleType:
         try:
             import horovod.tensorflow as hvd
         except tf.errors.NotFoundError as error:
@@ -56,7 +58,8 @@ class TensorFlowHorovod(Horovod):
             f"gather {message.size} bytes ({name})", self.module().allgather, message, name, self.members
         )
 
-    def own_transport(self) -> Transport:  # noqa: D102
+    @override
+    def own_transport(self) -> Transport:
         return HorovodTransport(self)
 
 

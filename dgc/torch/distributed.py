@@ -43,26 +43,31 @@ class DistributedJob(Job):
         self.require_ready()
 
     @property
-    def members(self) -> dist.ProcessGroup | None:  # noqa: D102
+    @override
+    def members(self) -> dist.ProcessGroup | None:
         return self._group
 
     @property
-    def included(self) -> bool:  # noqa: D102
+    @override
+    def included(self) -> bool:
         return self._group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_rank(self._group) >= 0
 
     @property
-    def rank(self) -> int:  # noqa: D102
+    @override
+    def rank(self) -> int:
         return dist.get_rank(self._group)
 
     @property
-    def size(self) -> int:  # noqa: D102
+    @override
+    def size(self) -> int:
         return dist.get_world_size(self._group)
 
     def ranks(self) -> list[int]:
         """Return these ranks' numbers among all ranks; only this process' number if it is not one of them."""
         return dist.get_process_group_ranks(self._group or dist.group.WORLD) if self.included else [dist.get_rank()]
 
-    def require_ready(self) -> None:  # noqa: D102
+    @override
+    def require_ready(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError("call torch.distributed.init_process_group() before a compressor is bound")
 
@@ -72,21 +77,24 @@ class DistributedJob(Job):
             raise ConfigError("process_set= is Horovod's; give a torch.distributed process group as group=")
         return self
 
-    def op_name(self, op: object) -> str:  # noqa: D102
+    @override
+    def op_name(self, op: object) -> str:
         names = {dist.ReduceOp.AVG: "average", dist.ReduceOp.SUM: "sum"}
         name = op.lower() if isinstance(op, str) else next((n for o, n in names.items() if o == op), "")
         if name not in names.values():
             raise ConfigError(f'op is {op!r}; gradient compression supports "average" and "sum"')
         return name
 
-    def gather(self, value: object, question: str) -> list[Any]:  # noqa: D102
+    @override
+    def gather(self, value: object, question: str) -> list[Any]:
         transport = self.make_transport()
         try:
             return gather_values(transport, value)
         finally:
             transport.close()
 
-    def make_transport(self, choice: str | Collectives = "auto") -> Transport:  # noqa: D102
+    @override
+    def make_transport(self, choice: str | Collectives = "auto") -> Transport:
         if isinstance(choice, Collectives):
             return as_transport(choice)
         if choice not in ("auto", DistributedTransport.name):
@@ -99,7 +107,8 @@ class DistributedJob(Job):
                 f"ranks {self.ranks()} could not meet: {error}. All of them must make the same calls in the same order"
             ) from error
 
-    def tell(self, error: Exception) -> None:  # noqa: D102
+    @override
+    def tell(self, error: Exception) -> None:
         transport = self.make_transport()
         try:
             tell_error(transport, error)

@@ -19,6 +19,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from typing_extensions import override
 
 from dgc.core.collectives import Transport, gather_values
 from dgc.core.saved import old_ranks_of, own_arrays
@@ -110,7 +111,8 @@ class TorchState(hvd.elastic.TorchState):
             group.clear()
             group.update(came, params=params)
 
-    def save(self) -> None:  # noqa: D102
+    @override
+    def save(self) -> None:
         super().save()
         if self.compression is not None:  # one process has no residuals, and must drop those committed before
             self._committed = None if self.compression.engine is None else self.compression.state_dict()
