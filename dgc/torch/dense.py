@@ -85,7 +85,8 @@ class DenseEngine:
         left_alone: parameters for which no rank had a gradient in the latest step.
     """
 
-    keeps_sparse = is_scaled = was_broadcast = False
+    keeps_sparse = was_broadcast = False
+    by_scaler = True  # perhaps: a GradScaler is looked for in each step
     error: DGCError | None = None
 
     def __init__(
@@ -171,7 +172,7 @@ class DenseEngine:
     def _nothing(self, *_: object) -> None:
         """Do nothing: no option is applied here, and ``.grad`` holds mean gradients between two steps."""
 
-    follow = owned_by = begin_update = end_update = refuse_another = made_state = warn_of_scaler = _nothing
+    follow = owned_by = begin_update = end_update = refuse_another = made_state = _nothing
     refuse_results = results_cleared = _nothing
 
 

@@ -58,6 +58,7 @@ class Engine(EngineBase):
         decays_by_sign: indices of parameters whose decay is by sign (L1).
         excluded: indices of parameters that the option ``exclude`` names. They are sent dense.
         is_scaled: whether the scale of a GradScaler is known.
+        by_scaler: whether a GradScaler steps the optimizer, and its scale is not known; None before the first step.
         left_alone: parameters for which no rank had a gradient in the latest step. They are not changed, as with DDP's
             find_unused_parameters.
         joins: flags of :class:`~dgc.core.message.Flags` while this rank takes part without data.
@@ -94,6 +95,7 @@ class Engine(EngineBase):
         self.error: DGCError | None = None
         self.decays_by_sign: set[int] = set()
         self.is_scaled = callable(loss_scale) or loss_scale != 1.0
+        self.by_scaler: bool | None = False if self.is_scaled else None
         self._opened = False  # whether this rank takes part in a step
         self._untold = False  # whether the other ranks will hear of the error in the next step
 

@@ -82,7 +82,6 @@ class FrontEnd:
     drives = holds = begun = exclusive = False
     update: Update | None = None
     _replaced = False  # whether another optimizer with parameters of the owner was wrapped later
-    _by_scaler: bool | None = None  # whether a GradScaler steps the owner, and the engine does not know its scale
     _unhook: Callable[[], object] | None = None  # removes the hooks of :meth:`drive`
 
     def __init__(self, engine: Any) -> None:
@@ -178,13 +177,13 @@ class FrontEnd:
             # Ranks without a state get one in this step, and the root's state will overwrite it. No parameter may move.
             update.unmoved = update.unmoved or self.engine.hide_decay(optimizer)
             return closure
-        is_first = self._by_scaler is None
+        is_first = self.engine.by_scaler is None
         if is_first:
-            self._by_scaler = not self.engine.is_scaled and steps_by_scaler()
+            self.engine.by_scaler = steps_by_scaler()
         if closure is not None:
             return self._followed(closure, optimizer)
         self.end_exchange(optimizer)
-        if is_first and self._by_scaler:
+        if is_first and self.engine.by_scaler:
             self.engine.warn_of_scaler()
         self.begin_update(optimizer)
         return None

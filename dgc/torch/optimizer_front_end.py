@@ -17,7 +17,7 @@ from typing_extensions import override
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.distributed import ddp_over
 from dgc.torch.front_end import CHANGED, FrontEnd, front_ends
-from dgc.torch.scaler import has_unscaled
+from dgc.torch.scaler import has_unscaled, steps_by_scaler
 from dgc.torch.tensors import is_sharded, local, scattered_values, set_memory
 from dgc.torch.untraced import untraced, weakly
 
@@ -190,7 +190,7 @@ class OptimizerFrontEnd(FrontEnd):
         if not self.begun and self.only_makes_state(optimizer):
             self.engine.made_state()
             return
-        if exchanging is not None and self._by_scaler:
+        if exchanging is not None and self.engine.by_scaler and steps_by_scaler():
             # Unless unscale_() was called, the scaler's step() has divided gradients by its scale, in the same version.
             self._fail_changed(exchanging)
         if self.averaged:

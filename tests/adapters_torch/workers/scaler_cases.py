@@ -105,3 +105,17 @@ def a_scaler_that_the_compressor_does_not_know_is_told_once(way, kind):
     told = [str(w.message) for w in caught if "GradScaler" in str(w.message)]
     assert len(told) == (kind == "unknown")
     assert all("loss_scale=scaler" in text for text in told)
+
+
+@case
+def a_script_may_stop_scaling():
+    """Of a scaler that steps no more the gradients are not divided."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        scaled_step(optimizer, model, scaler, 0)
+    train(optimizer, model, 2, start=1)
+    assert compression.describe()["step"] == 3
+    assert_replicas_identical(model)
