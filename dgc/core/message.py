@@ -208,8 +208,8 @@ PART_MAGIC = b"DGCp"
 # How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
 SUMS_PER_ENTRY = 4
 
-# The codec of an owner's sums, if it differs from the codec of entries. A sum is rounded after its entries were. In a
-# small GPT, four sums of eight bits lost half as much against gathering as eight sums of two bits.
+# The codec of an owner's sums, if it differs from the codec of entries. A sum is rounded after its entries were:
+# at about as many bytes, a small GPT ended 0.055 above gathering with eight sums of two bits, 0.021 with four of eight.
 SUM_VALUES = {"int2": "int8"}
 
 # A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
