@@ -232,7 +232,7 @@ class OptimizerFrontEnd(FrontEnd):
             if i in engine.left_alone:
                 p.grad = None
             elif handed.result is not p.grad:
-                _write(p, handed.result)
+                _write_result(p, handed.result)
         self.begin_anew()
         self.averaged = True
 
@@ -304,7 +304,7 @@ class OptimizerFrontEnd(FrontEnd):
             self.engine.fail(ConfigError(_IN_DDP))
 
 
-def _write(p: torch.Tensor, result: torch.Tensor) -> None:
+def _write_result(p: torch.Tensor, result: torch.Tensor) -> None:
     """Put a result that is in other memory into ``.grad``."""
     if p.grad is None:
         return

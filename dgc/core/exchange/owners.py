@@ -114,7 +114,7 @@ class Owners:
         coded.fill(0)
         for sender, part in enumerate(self._came):
             try:
-                count = _count(part)
+                count = _count_entries(part)
                 places, values = dealing.first[rank].decode(part[_HEAD : dealing.small_at], count)
                 if dealing.small:
                     dealing.small[rank].add(part[dealing.small_at :], self.left_small)
@@ -146,7 +146,7 @@ class Owners:
         return SparseValues(self._dealing.stripes[message.sender].positions(places), values)
 
 
-def _count(part: np.ndarray) -> int:
+def _count_entries(part: np.ndarray) -> int:
     """Return how many entries a part holds."""
     magic, count = part[:_HEAD].view(PART_HEADER)[0].item()
     if magic != PART_MAGIC:
