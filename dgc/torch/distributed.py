@@ -227,7 +227,7 @@ class DistributedTransport(LibraryTransport):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         # dist.new_group() is not used. It names a new group after the number of the rank's groups. This number may
         # differ between ranks, and repeats after a group was destroyed; both would hang.
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # PyTorch 2.4 takes no None
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # older PyTorch takes no None
         name, store = f"dgc/{ranks}", dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
         self._group = _Group(dist.ProcessGroupGloo(store, rank, size, _timeout_of(group)))
