@@ -1,7 +1,6 @@
 """The sharded optimizer against the unsharded one, on real ranks of Horovod or torch.distributed."""
 
 import copy
-import itertools
 import os
 
 import torch
@@ -35,7 +34,6 @@ OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
 }
-VIEWS = (False, True)
 
 
 def make_parameters():
@@ -92,36 +90,34 @@ def consolidated(zero):
 # -- steps
 
 
-@case
-def same_bits_as_unsharded():
-    for (cls, options), views, maximize in itertools.product(OPTIMIZERS.values(), VIEWS, VIEWS):
-        step_both(*pair(cls, {**options, "maximize": maximize}, parameters_as_bucket_view=views), 6)
+@case(optimizer=OPTIMIZERS, view=(False, True), maximize=(False, True))
+def same_bits_as_unsharded(optimizer, view, maximize):
+    cls, options = OPTIMIZERS[optimizer]
+    step_both(*pair(cls, {**options, "maximize": maximize}, parameters_as_bucket_view=view), 6)
 
 
-@case
-def same_bits_when_trainability_changes():
-    for (cls, options), views in itertools.product(OPTIMIZERS.values(), VIEWS):
-        zero, plain, own, other = pair(cls, options, parameters_as_bucket_view=views)
-        step_both(zero, plain, own, other, 2)
-        for number, trainable, steps in ((1, False, 2), (4, False, 2), (1, True, 3)):
-            own[number].requires_grad_(trainable)
-            other[number].requires_grad_(trainable)
-            step_both(zero, plain, own, other, steps, start=10 * number + trainable)
+@case(optimizer=OPTIMIZERS, view=(False, True))
+def same_bits_when_trainability_changes(optimizer, view):
+    zero, plain, own, other = pair(*OPTIMIZERS[optimizer], parameters_as_bucket_view=view)
+    step_both(zero, plain, own, other, 2)
+    for number, trainable, steps in ((1, False, 2), (4, False, 2), (1, True, 3)):
+        own[number].requires_grad_(trainable)
+        other[number].requires_grad_(trainable)
+        step_both(zero, plain, own, other, steps, start=10 * number + trainable)
 
 
-@case
-def a_frozen_parameter_with_an_old_gradient_is_updated_everywhere():
+@case(view=(False, True))
+def a_frozen_parameter_with_an_old_gradient_is_updated_everywhere(view):
     """torch's optimizers go by the gradient, not by requires_grad."""
-    for views in VIEWS:
-        zero, plain, own, other = pair(*OPTIMIZERS["adam"], parameters_as_bucket_view=views)
-        for parameters in (own, other):
-            set_gradients(parameters, 0)
-            for p in parameters[:4]:
-                p.requires_grad_(False)
-        zero.step()
-        plain.step()
-        assert_bits_equal(own, other)
-        assert_replicas_identical(own)
+    zero, plain, own, other = pair(*OPTIMIZERS["adam"], parameters_as_bucket_view=view)
+    for parameters in (own, other):
+        set_gradients(parameters, 0)
+        for p in parameters[:4]:
+            p.requires_grad_(False)
+    zero.step()
+    plain.step()
+    assert_bits_equal(own, other)
+    assert_replicas_identical(own)
 
 
 @case
@@ -175,14 +171,14 @@ def shards_are_balanced_and_hold_their_own_state_only():
     assert all(p.grad is None for p in own)
 
 
-@case
-def fewer_parameters_than_ranks():
-    for kind, views in itertools.product(OPTIMIZERS.values(), VIEWS):
-        zero, plain, own, other = pair(*kind, parameters=parameters_of_sizes(5), parameters_as_bucket_view=views)
-        step_both(zero, plain, own, other, 3)
-        zero.consolidate_state_dict(to=SIZE - 1)
-        if RANK == SIZE - 1:
-            assert list(zero.state_dict()["state"]) == [0]
+@case(optimizer=OPTIMIZERS, view=(False, True))
+def fewer_parameters_than_ranks(optimizer, view):
+    one = parameters_of_sizes(5)
+    zero, plain, own, other = pair(*OPTIMIZERS[optimizer], parameters=one, parameters_as_bucket_view=view)
+    step_both(zero, plain, own, other, 3)
+    zero.consolidate_state_dict(to=SIZE - 1)
+    if RANK == SIZE - 1:
+        assert list(zero.state_dict()["state"]) == [0]
 
 
 @case
@@ -226,20 +222,21 @@ def options_and_step_arguments_flow_both_ways():
     assert (zero.optim.param_groups[0]["lr"], zero.optim.param_groups[0]["mine"]) == (0.5, "note")
 
 
-@case
-def schedulers_work():
-    schedulers = [
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
-        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
-    ]
-    for make, (cls, options) in itertools.product(schedulers, OPTIMIZERS.values()):
-        zero, plain, own, other = pair(cls, options)
-        both = make(zero), make(plain)
-        for step in range(8):
-            step_both(zero, plain, own, other, 1, start=step)
-            for scheduler in both:
-                scheduler.step()
-            assert zero.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+SCHEDULES = {
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+}
+
+
+@case(schedule=SCHEDULES, optimizer=OPTIMIZERS)
+def schedules_set_the_rate_as_of_the_unsharded_one(schedule, optimizer):
+    zero, plain, own, other = pair(*OPTIMIZERS[optimizer])
+    both = SCHEDULES[schedule](zero), SCHEDULES[schedule](plain)
+    for step in range(8):
+        step_both(zero, plain, own, other, 1, start=step)
+        for scheduler in both:
+            scheduler.step()
+        assert zero.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
 @case
@@ -274,47 +271,46 @@ def bucket_views_hold_each_ranks_parameters():
     step_both(zero, plain, own, other, 2)
 
 
-@case
-def any_dense_type_and_memory_order():
-    for dtype, views in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), VIEWS):
-        torch.manual_seed(0)
-        own = [nn.Parameter(torch.randn(40, 30).to(dtype)), nn.Parameter(torch.randn(30, 50).t().to(dtype))]
-        own += [nn.Parameter(torch.randn(4, 6, 5, 5).to(dtype).to(memory_format=torch.channels_last))]
-        own += [nn.Parameter(torch.tensor(0.5, dtype=dtype)), nn.Parameter(torch.empty(0, 3, dtype=dtype))]
-        if views:
-            # A bucket makes them contiguous, and torch rounds float16 differently along strides.
-            for p in own:
-                p.data = p.data.contiguous()
-        step_both(*pair(torch.optim.SGD, {"lr": 0.1}, parameters=own, parameters_as_bucket_view=views), 3)
+@case(dtype=("float16", "bfloat16", "float32", "float64"), view=(False, True))
+def any_dense_type_and_memory_order(dtype, view):
+    dtype = getattr(torch, dtype)
+    torch.manual_seed(0)
+    own = [nn.Parameter(torch.randn(40, 30).to(dtype)), nn.Parameter(torch.randn(30, 50).t().to(dtype))]
+    own += [nn.Parameter(torch.randn(4, 6, 5, 5).to(dtype).to(memory_format=torch.channels_last))]
+    own += [nn.Parameter(torch.tensor(0.5, dtype=dtype)), nn.Parameter(torch.empty(0, 3, dtype=dtype))]
+    if view:
+        # A bucket makes them contiguous, and torch rounds float16 differently along strides.
+        for p in own:
+            p.data = p.data.contiguous()
+    step_both(*pair(torch.optim.SGD, {"lr": 0.1}, parameters=own, parameters_as_bucket_view=view), 3)
 
 
 # -- groups
 
 
-@case
-def groups_given_at_once_or_added_later():
-    for views in VIEWS:
-        kinds = [{"lr": 0.01}, {"lr": 0.02, "weight_decay": 0.3}, {"lr": 0.01, "betas": (0.5, 0.6)}]
-        upfront, later, other = (make_parameters() for _ in range(3))
+@case(view=(False, True))
+def groups_given_at_once_or_added_later(view):
+    kinds = [{"lr": 0.01}, {"lr": 0.02, "weight_decay": 0.3}, {"lr": 0.01, "betas": (0.5, 0.6)}]
+    upfront, later, other = (make_parameters() for _ in range(3))
 
-        def split(ps):
-            return [{"params": part, **o} for part, o in zip((ps[:2], ps[2:5], ps[5:]), kinds, strict=True)]  # noqa: B023
+    def split(ps):
+        return [{"params": part, **o} for part, o in zip((ps[:2], ps[2:5], ps[5:]), kinds, strict=True)]
 
-        whole = Zero(split(upfront), torch.optim.AdamW, parameters_as_bucket_view=views)
-        grown = Zero(split(later)[:1], torch.optim.AdamW, parameters_as_bucket_view=views)
-        before = [[list(map(id, g["params"])) for g in groups] for groups in grown.partition_parameters()]
-        for group in split(later)[1:]:
-            grown.add_param_group(group)
-        after = [[list(map(id, g["params"])) for g in groups[:1]] for groups in grown.partition_parameters()]
-        assert after == before
-        plain = torch.optim.AdamW(split(other))
-        for step in range(4):
-            for optimizer, parameters in ((whole, upfront), (grown, later), (plain, other)):
-                set_gradients(parameters, step)
-                optimizer.step()
-        assert_bits_equal(upfront, other)
-        assert_bits_equal(later, other)
-        assert_replicas_identical(later)
+    whole = Zero(split(upfront), torch.optim.AdamW, parameters_as_bucket_view=view)
+    grown = Zero(split(later)[:1], torch.optim.AdamW, parameters_as_bucket_view=view)
+    before = [[list(map(id, g["params"])) for g in groups] for groups in grown.partition_parameters()]
+    for group in split(later)[1:]:
+        grown.add_param_group(group)
+    after = [[list(map(id, g["params"])) for g in groups[:1]] for groups in grown.partition_parameters()]
+    assert after == before
+    plain = torch.optim.AdamW(split(other))
+    for step in range(4):
+        for optimizer, parameters in ((whole, upfront), (grown, later), (plain, other)):
+            set_gradients(parameters, step)
+            optimizer.step()
+    assert_bits_equal(upfront, other)
+    assert_bits_equal(later, other)
+    assert_replicas_identical(later)
 
 
 @case
@@ -339,23 +335,23 @@ def a_group_that_cannot_be_added_changes_nothing():
 # -- state
 
 
-@case
-def the_state_dict_is_the_unsharded_ones_and_loads_both_ways():
-    for (cls, options), views in itertools.product(OPTIMIZERS.values(), VIEWS):
-        zero, plain, own, other = pair(cls, options, parameters_as_bucket_view=views)
-        zero.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.03
-        step_both(zero, plain, own, other, 3)
-        sharded, whole = consolidated(zero), plain.state_dict()
-        assert_state_dicts_equal(sharded, whole)
-        # Each continues from the other's checkpoint.
-        zero = Zero(own, cls, parameters_as_bucket_view=views, **{**options, "lr": 77.0})
-        continued = cls(other, **{**options, "lr": 77.0})
-        given = copy.deepcopy(whole)
-        zero.load_state_dict(whole)
-        continued.load_state_dict(sharded)
-        assert zero.param_groups[0]["lr"] == zero.optim.param_groups[0]["lr"] == 0.03
-        step_both(zero, continued, own, other, 3, start=3)
-        assert_state_dicts_equal(whole, given)
+@case(optimizer=OPTIMIZERS, view=(False, True))
+def the_state_dict_is_the_unsharded_ones_and_loads_both_ways(optimizer, view):
+    cls, options = OPTIMIZERS[optimizer]
+    zero, plain, own, other = pair(cls, options, parameters_as_bucket_view=view)
+    zero.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.03
+    step_both(zero, plain, own, other, 3)
+    sharded, whole = consolidated(zero), plain.state_dict()
+    assert_state_dicts_equal(sharded, whole)
+    # Each continues from the other's checkpoint.
+    zero = Zero(own, cls, parameters_as_bucket_view=view, **{**options, "lr": 77.0})
+    continued = cls(other, **{**options, "lr": 77.0})
+    given = copy.deepcopy(whole)
+    zero.load_state_dict(whole)
+    continued.load_state_dict(sharded)
+    assert zero.param_groups[0]["lr"] == zero.optim.param_groups[0]["lr"] == 0.03
+    step_both(zero, continued, own, other, 3, start=3)
+    assert_state_dicts_equal(whole, given)
 
 
 @case
