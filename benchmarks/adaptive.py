@@ -149,6 +149,16 @@ def _gpt(length: int, width: int, layers: int, heads: int) -> nn.Module:
     return Transformer(nn.Embedding(256, width), length, width, layers, heads, 256, causal=True)
 
 
+def _plain_gpt() -> nn.Module:
+    """The GPT with torch's initial values and a last layer of its own."""
+    model = _gpt(64, 96, 3, 4)
+    model.classes.weight = nn.Parameter(model.classes.weight.detach().clone())
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.reset_parameters()
+    return model
+
+
 def _language_loss(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
 
@@ -254,6 +264,15 @@ TASKS = {
     "table": Task(_mlp, _table, functional.mse_loss, torch.optim.Adam, {"lr": 1e-3}, None, lambda progress: 1.0),
     "vit": Task(
         _vit, _digits, functional.cross_entropy, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.05}, None, cosine
+    ),
+    "gpt-plain": Task(
+        _plain_gpt,
+        functools.partial(_text, 64, 4),
+        _language_loss,
+        torch.optim.AdamW,
+        {"lr": 1e-3, "weight_decay": 0.1},
+        None,
+        lambda progress: 1.0,
     ),
     "gpt-10m": _gpt_task(64, 4, 384, 6, 6, 1e-3),
 }

@@ -31,11 +31,17 @@ ADAPTIVE_BETA2 = 0.99
 # Digits of a density in a log: 1 - 0.999 is 0.0010000000000000009 in float64.
 DENSITY_DIGITS = 12
 
-# If ``beta1**t`` is below this, u needs no bias correction any more.
+# If this power of beta1 is below it, u needs no bias correction any more.
 _SETTLED = 1e-9
 
-# The momentum of a step after which u must be only the gradient: step 1, and steps with a beta1 of 0. It is not 0,
-# because the kernels do not write u then.
+# The bias of the first moment is corrected as if this many steps had been made before the first one. With Adam's own
+# correction the first gradients are sent up to ten times larger than later ones, whose mean masking has set to 0 (at a
+# beta1 of 0.9). The mean of squares remembers that, and the updates are too small for a long time. Without a correction
+# the mean still grows when the learning rate is highest, and the updates are too large. docs/adamw.md has figures.
+STEPS_BEFORE = 3
+
+# The momentum of a step with a beta1 of 0, after which u must be only the gradient. It is not 0, because the kernels
+# do not write u then.
 NO_MEMORY = 1e-30
 
 
@@ -233,19 +239,28 @@ def entries_to_send(numel: int, density: float) -> int:
     return min(numel, max(1, int(numel * density * (1 + 1e-9))))
 
 
+def bias_correction(beta1: float, t: int) -> float:
+    """Return the divisor that corrects the bias of Adam's first moment after ``t`` steps, counted as a few more.
+
+    See :data:`STEPS_BEFORE`.
+    """
+    rest = beta1 ** (t + STEPS_BEFORE)
+    return 1.0 if rest < _SETTLED else 1.0 - rest
+
+
 def is_settled(beta1: float, t: int) -> bool:
     """Return whether :func:`running_mean` returns the same values from step ``t`` on."""
-    return beta1**t < _SETTLED
+    return bias_correction(beta1, t) == 1.0
 
 
 def running_mean(beta1: float, t: int) -> tuple[float, float]:
     """Return the momentum and gain with which u is Adam's bias-corrected first moment in step ``t``, counted from 1.
 
-    ``u <- a*u + (1 - a)*g`` with ``a = beta1 * (1 - beta1**(t-1)) / (1 - beta1**t)`` equals ``m / (1 - beta1**t)``,
-    where ``m <- beta1*m + (1 - beta1)*g``.
+    ``u <- a*u + b*g`` with ``a = beta1 * c(t-1) / c(t)`` and ``b = (1 - beta1) / c(t)``, where c is
+    :func:`bias_correction`, equals ``m / c(t)``, where ``m <- beta1*m + (1 - beta1)*g``. a + b is 1.
 
     Source: Kingma and Ba 2015, arXiv 1412.6980, algorithm 1.
     """
-    rest = 0.0 if is_settled(beta1, t) else beta1**t
-    kept = beta1 if not rest else beta1 * (1.0 - beta1 ** (t - 1)) / (1.0 - rest)
-    return max(kept, NO_MEMORY), (1.0 - beta1) / (1.0 - rest)
+    now = bias_correction(beta1, t)
+    kept = beta1 if now == 1.0 else beta1 * bias_correction(beta1, t - 1) / now
+    return max(kept, NO_MEMORY), (1.0 - beta1) / now

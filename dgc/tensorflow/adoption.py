@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from dgc.adapter.checks import warn_of_first_moment
 from dgc.core.compressors import leaves_zeros
-from dgc.core.config import NO_MEMORY, DGCConfig, running_mean
+from dgc.core.config import NO_MEMORY, DGCConfig, bias_correction, running_mean
 from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
 from dgc.tensorflow.tensors import Variable, raw_variable
@@ -267,7 +267,7 @@ class FirstMoment:
         """
         made, count = steps + (self.earlier_steps or 0), len(hyper.momentum)
         if self.is_taken and made and self.beta1 != self._former:
-            scale((1.0 - self._former**made) / (1.0 - self.beta1**made))  # Adam's bias correction uses the new beta_1
+            scale(bias_correction(self._former, made) / bias_correction(self.beta1, made))  # Adam uses the new beta_1
         self.is_taken, self._former = selects, self.beta1
         momentum, gain = running_mean(self.beta1, 1 + made) if self.is_taken else (0.0, 1.0)
         hyper.momentum[:], hyper.gain[:] = [momentum] * count, [gain] * count
@@ -282,7 +282,7 @@ class FirstMoment:
         for place, slot in enumerate(slots_of(self._optimizer, slots, variables)):
             values = None if slot is None else np.asarray(slot)
             if values is not None and values.any():
-                absorb(place, values.reshape(-1) / values.dtype.type(1.0 - self.beta1**made), None)
+                absorb(place, values.reshape(-1) / values.dtype.type(bias_correction(self.beta1, made)), None)
 
     def assign(self, verdict: tf.Tensor) -> None:
         """Set the optimizer's beta_1 after the exchange that returns ``verdict``: now, or in the graph being built."""

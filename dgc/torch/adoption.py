@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dgc.adapter.checks import warn_of_first_moment
-from dgc.core.config import NO_MEMORY, DGCConfig, is_settled, running_mean
+from dgc.core.config import NO_MEMORY, DGCConfig, bias_correction, is_settled, running_mean
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.step import Hyper
 from dgc.errors import ConfigError
@@ -223,7 +223,7 @@ class Adoption:
                 for p, i in ours if (restored or self._steps == 0) and self._has_moment(ours) else ():
                     state = optimizer.state.get(p, {})
                     if "exp_avg" in state and (steps := _steps_of(state)):
-                        found[i] = local(state["exp_avg"]) / (1.0 - float(group["betas"][0]) ** steps)
+                        found[i] = local(state["exp_avg"]) / bias_correction(float(group["betas"][0]), steps)
                 continue
             for p, i in ours:
                 buffer = optimizer.state.get(p, {}).pop("momentum_buffer", None)
@@ -250,7 +250,7 @@ class Adoption:
                 if "exp_avg" in state:
                     saved[p] = moment = torch.empty_like(state["exp_avg"])
                     (beta1, beta2), whole = map(float, group["betas"]), self._exchange.state.whole_momentum(i)
-                    values = whole * (1.0 - beta1 ** _steps_of(state))
+                    values = whole * bias_correction(beta1, _steps_of(state))
                     local(moment).copy_(torch.from_numpy(values).view(local(moment).shape))
                     if (limit := _largest_mean(state, beta1, beta2)) is not None:
                         local(moment).clamp_(-limit, limit)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rank_jobs import SIZES, each_case
 
-from dgc.core.config import running_mean
+from dgc.core.config import STEPS_BEFORE, running_mean
 
 test_on_real_ranks = each_case(Path(__file__).parent / "workers" / "first_moment_cases.py", SIZES)
 
@@ -14,10 +14,9 @@ test_on_real_ranks = each_case(Path(__file__).parent / "workers" / "first_moment
 @pytest.mark.parametrize("beta1", [0.5, 0.9, 0.99, 0.999])
 def test_u_is_the_first_moment_with_its_bias_corrected(beta1):
     gradients = np.random.default_rng(0).normal(size=400)
-    u = 1e9  # of which nothing may be left in the first step
-    moment = 0.0
+    u = moment = 0.0
     for t, gradient in enumerate(gradients, 1):
         momentum, gain = running_mean(beta1, t)
         u = momentum * u + gain * gradient
         moment = beta1 * moment + (1 - beta1) * gradient
-        assert u == pytest.approx(moment / (1 - beta1**t), rel=1e-6, abs=1e-9)
+        assert u == pytest.approx(moment / (1 - beta1 ** (t + STEPS_BEFORE)), rel=1e-6, abs=1e-9)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from worker_tools import case
 
 import dgc.tensorflow as dgc
+from dgc.core.config import bias_correction
 from dgc.core.state_file import load_state, save_state
 
 keras = m.keras
@@ -77,7 +78,9 @@ def the_moment_moves_at_the_first_selection_in_a_traced_step_too():
                 reference.apply_gradients(zip(map(tf.constant, means), copy.trainable_variables, strict=True))
             for entry, mean in zip(compression.state_dict()["parameters"].values(), moment, strict=True):
                 u = np.asarray(hvd.allreduce(tf.constant(entry["u"])))
-                np.testing.assert_allclose(u, mean.ravel() / (1 - 0.9**5), rtol=1e-3, atol=2e-4, err_msg=name)
+                np.testing.assert_allclose(
+                    u, mean.ravel() / bias_correction(0.9, 5), rtol=1e-3, atol=2e-4, err_msg=name
+                )
             compression.close()
 
 
@@ -138,7 +141,7 @@ def u_is_the_moment_of_adam_whatever_is_assigned_to_beta_1():
             inner.apply_gradients([(mean, variable)])
             moment = beta * moment + (1 - beta) * gradient
             (entry,) = compression.state_dict()["parameters"].values()
-            wanted = moment.ravel() / (1 - beta ** (step + 1))
+            wanted = moment.ravel() / bias_correction(beta, step + 1)
             np.testing.assert_allclose(entry["u"], wanted, rtol=1e-4, atol=1e-6, err_msg=f"{changes} {step}")
 
 

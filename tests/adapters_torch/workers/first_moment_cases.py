@@ -20,7 +20,7 @@ from torch import nn
 from worker_tools import case
 
 import dgc.torch as dgc
-from dgc.core.config import ADAPTIVE_FLOOR
+from dgc.core.config import ADAPTIVE_FLOOR, STEPS_BEFORE, bias_correction
 
 KIN = {
     "Adam": lambda p, **o: torch.optim.Adam(p, lr=3e-3, weight_decay=0.01, **o),
@@ -125,10 +125,10 @@ def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment(way, be
             moments[i] = beta1 * moments[i] + (1 - beta1) * mean
             if step < begin:
                 # Adam corrects by the beta1 of the step, in which the moment is taken over here.
-                corrected[i] = moments[i] / (1 - (beta1 * factor) ** (step + 1))
+                corrected[i] = moments[i] / bias_correction(beta1 * factor, step + 1)
                 continue
-            rest = 1 - beta1 ** (step + 1)
-            corrected[i] = corrected[i] * (beta1 - beta1 ** (step + 1)) / rest + mean * (1 - beta1) / rest
+            left = beta1 ** (step + 1 + STEPS_BEFORE)
+            corrected[i] = (corrected[i] * (beta1 - left) + mean * (1 - beta1)) / (1 - left)
             sums[i] += list(model.parameters())[i].grad
             expected[i] += corrected[i]
         with optimizer.skip_synchronize():
@@ -139,7 +139,7 @@ def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment(way, be
     torch.testing.assert_close(sums[0] + residual.view(40, 20), expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(sums[1], expected[1], rtol=1e-4, atol=1e-4)
     if kind == "stays":
-        torch.testing.assert_close(corrected[1], moments[1] / (1 - 0.9**12), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(corrected[1], moments[1] / bias_correction(0.9, 12), rtol=1e-4, atol=1e-5)
 
 
 @case
@@ -389,5 +389,5 @@ def sharded_updates_take_the_moment_too():
             saved, u = optimizer.state_dict()["state"], compression.state_dict()["parameters"]
             for i, (name, p) in enumerate(model.named_parameters()):
                 if "v" in u.get(name, {}):
-                    expected = limited(u[name]["u"].view_as(p) * (1 - 0.9**10), saved[i]["exp_avg_sq"])
+                    expected = limited(u[name]["u"].view_as(p) * bias_correction(0.9, 10), saved[i]["exp_avg_sq"])
                     torch.testing.assert_close(saved[i]["exp_avg"], expected, rtol=1e-5, atol=1e-8)
