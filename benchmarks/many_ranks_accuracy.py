@@ -183,8 +183,8 @@ def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:
     if word != "dense":
         if word != "gather":
             choose(word)
-        exchange = "gather" if word == "gather" else "reduce-scatter"
-        options = {"momentum": 0.0 if task.adam else 0.9, "exchange": exchange, **task.options}
+        kind = "gather" if word == "gather" else "reduce-scatter"
+        options = {"momentum": 0.0 if task.adam else 0.9, "exchange": kind, **task.options}
         config = make_config(options).suited(task.adam)
         layout = make_layout(
             [Parameter(n, tuple(p.shape), "float32") for n, p in zip(names, params, strict=True)], config
@@ -212,9 +212,10 @@ def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:
             assert not any(refused)
             means = [torch.from_numpy(result).view_as(p) for result, p in zip(results[0], params, strict=True)]
         else:
+            momentum, gain = (BETA1, 1 - BETA1) if task.adam else (0.9, 1.0)
             for a, g in zip(u, each, strict=True):
                 a.mul_(momentum).add_(g.mean(0).view_as(a), alpha=gain)
-            means = u
+            means = [a / (1 - BETA1 ** (step + 1)) for a in u] if task.adam else u
         with torch.no_grad():
             for p, m, s in zip(params, means, second, strict=True):
                 if task.adam:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from compress import resnet50
 
@@ -68,7 +69,7 @@ def main() -> None:
                 dense = 2 * (ranks - 1) / ranks * 4 * layout.numel
                 gathered, _ = through_a_rank(layout, density, ranks, deals=False)
                 owners, dealt = through_a_rank(layout, density, ranks, deals=True)
-                row = {"model": model, "parameters": layout.numel, "density": density, "ranks": ranks}
+                row: dict[str, Any] = {"model": model, "parameters": layout.numel, "density": density, "ranks": ranks}
                 row |= {"dense": round(dense), "gather": gathered, "reduce-scatter": owners}
                 row |= {"buckets": len(layout.buckets), "buckets with owners": dealt}
                 row |= {"ok-topk": round(24 * k * (ranks - 1) / ranks), "bound": 8 * k}

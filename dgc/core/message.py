@@ -206,7 +206,7 @@ PART_HEADER = np.dtype([("magic", "S4"), ("count", "<u4")])
 PART_MAGIC = b"DGCp"
 
 # How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
-SUMS_PER_ENTRY = 4
+SUMS_PER_ENTRY: float = 4
 
 # The codec of an owner's sums, if it differs from the codec of entries. A sum is rounded after its entries were:
 # at about as many bytes, a small GPT ended 0.055 above gathering with eight sums of two bits, 0.021 with four of eight.
