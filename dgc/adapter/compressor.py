@@ -358,7 +358,10 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
     def _errors_on_all_ranks(
         self, tensors: object, options: Mapping[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Raise an error of the ``with`` block on all ranks. Without ``tensors`` no rank waits, so tell none."""
+        """Raise an error of the ``with`` block on all ranks.
+
+        Without ``tensors`` no rank is waiting, so there is none to notify.
+        """
         if tensors is None:
             return contextlib.nullcontext()
         return errors_on_all_ranks(
@@ -436,7 +439,7 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
 
 
 def check_compression(compression: object, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
-    """Refuse a ``compression`` that is no compressor of this framework, and ``texts`` that are no texts."""
+    """Refuse a ``compression`` that is not a compressor for this framework, and any of ``texts`` that is no string."""
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The ranks that exchange with each other, and Horovod as both adapters use it."""
+"""The ranks that exchange with each other, and the parts of Horovod that both adapters use."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class PaddleOptions:
         """Check everything that needs no other rank.
 
         Raises:
-            ArgumentError: (an AssertionError and a ValueError) Paddle has an assertion about this value.
+            ArgumentError: (an AssertionError and a ValueError) a value is wrong, and Paddle would raise AssertionError.
             ConfigError: (a ValueError) another value is out of range.
             TypeError: ``rampup_begin_step`` is missing, or ``codecs`` has an unknown option.
         """

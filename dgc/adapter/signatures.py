@@ -95,22 +95,22 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
 
         ``u <- m*u + G; v <- v + u`` (momentum correction). Of each tensor, the k = n * density entries with the largest
-        ``|v|`` are sent, and set to 0 in v and u (momentum factor masking).
+        ``|v|`` are sent. In v and u they become 0 (momentum factor masking).
 
         Args:
             parameters: the tensors to compress, for Horovod's own wrappers: ``model.named_parameters()`` in PyTorch,
                 ``model.trainable_variables`` of a built model in TensorFlow.
             optimizer: whose tensors are compressed, and whose momentum is taken over.
-            sparsity: The share of entries that are held back in a step. A list gives one share after the other during
-                the ramp-up.
+            sparsity: The share of entries that are held back in a step. A list gives the shares to use one after
+                another during the ramp-up.
             steps: The number of optimizer steps in the training; dgc chooses the sparsity for it.
             rampup_begin_step: The first step that is compressed; gradients of earlier steps are averaged uncompressed.
             rampup_step: The number of steps over which a list of sparsities is spread.
-            momentum: The momentum that the compressor applies; None takes the optimizer's momentum or Adam's beta1
-                over, 0 leaves it there.
-            nesterov: Whether it is Nesterov momentum; None takes this over from the optimizer.
-            weight_decay: This number times the parameter is added to its gradient; None takes the optimizer's weight
-                decay over.
+            momentum: The momentum that the compressor applies. None takes over the optimizer's momentum or Adam's
+                beta1; 0 leaves momentum to the optimizer.
+            nesterov: Whether this is Nesterov momentum; None takes the answer from the optimizer.
+            weight_decay: This number times the parameter is added to its gradient; None takes over the optimizer's
+                weight decay.
             momentum_masking: Set the momentum of an entry to 0 when the entry is sent; None: yes, except with ``steps``
                 and an SGD.
             local_grad_clip_norm: Scale each rank's gradient to an L2 norm of at most this number times the square root
@@ -126,10 +126,11 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             bucket_bytes: Bytes of float32 gradients that are sent together in one message.
             op: Average or sum: Horovod's constant, or the name "average" or "sum".
             sparse_updates: With a plain SGD, update only the parameters' received entries; False: update all entries.
-            hierarchical: The ranks of a node add up their gradients and send as one rank. "auto": if that saves
-                traffic. A number: in groups of this many neighbouring ranks.
-            exchange: "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: each
-                rank adds up the entries of a part of the positions for all ranks, if that takes fewer bytes.
+            hierarchical: True: the ranks of a node add up their gradients and send as one rank. "auto": only if that
+                saves traffic. A number: groups of this many neighbouring ranks do so.
+            exchange: "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: if
+                that takes fewer bytes, the positions are divided among the ranks, and each rank adds up the entries at
+                its positions for all.
             transport: What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or
                 torch.distributed.
             loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.
@@ -160,14 +161,14 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Send the entries above a threshold; the others wait in the residual.
 
-        ``x = g + e``; ``x_i`` is sent if ``|x_i| > t``. The threshold t is such that the share R of the entries waits.
+        ``x = g + e``; ``x_i`` is sent if ``|x_i| > t``. t is chosen so that a share R of the entries is held back.
 
         Departures: with ``threshold="tensor"``, the default here, exactly the k largest entries of each tensor are
         sent, so that messages have a fixed size; the paper prefers one threshold for the model, from a sampled
         quantile. With ``threshold="global"``, t is the R-quantile of about 100 000 entries of all buckets in the
         previous step (in the first step, of the bucket's own entries), because a bucket is sent before the gradients of
-        other buckets are ready. A message then has room for ``headroom`` times the bucket's even share of entries; the
-        largest entries are sent first, and the rest waits.
+        other buckets are ready. A message then has room for ``headroom`` times the bucket's even share of entries. If
+        more entries exceed t, the largest are sent, and the others stay in the residual.
 
         Args:
             parameters: as for :meth:`dgc`.
@@ -175,8 +176,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             threshold: "tensor": the k largest entries of each tensor; "global": one threshold for all tensors.
             headroom: With a global threshold, a bucket's message has room for this many times the bucket's even share
                 of entries.
-            sparsity: The share of entries that are held back in a step. A list gives one share after the other during
-                the ramp-up.
+            sparsity: The share of entries that are held back in a step. A list gives the shares to use one after
+                another during the ramp-up.
             rampup_step: The number of steps over which a list of sparsities is spread.
             indices: The codec for the positions of sent entries.
             values: The codec for the values of sent entries.
@@ -200,7 +201,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         """Send +τ or -τ for entries beyond a fixed threshold τ, with error feedback.
 
         ``e <- e + g``. If ``e_i > τ``, +τ is sent and ``e_i <- e_i - τ``; if ``e_i < -τ``, -τ is sent and
-        ``e_i <- e_i + τ``. So an entry sends at most τ in a step, however large its residual is. An entry takes one
+        ``e_i <- e_i + τ``. So each step sends at most τ of an entry, however large its residual is. An entry takes one
         32-bit word: ``index << 1 | positive``.
 
         Departures: a message has room for ``max_density`` of the elements, so that ranks need not exchange sizes; if
@@ -209,8 +210,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            threshold: The τ of the paper, in units of the gradient. No value suits all models.
-            max_density: A message has room for this share of the elements; further entries wait.
+            threshold: The paper's τ, in units of the gradient. No value suits all models.
+            max_density: A message has room for this share of the elements; further entries stay in the residual.
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
 
@@ -240,8 +241,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            sparsity: The share of entries that are held back in a step. A list gives one share after the other during
-                the ramp-up.
+            sparsity: The share of entries that are held back in a step. A list gives the shares to use one after
+                another during the ramp-up.
             rampup_step: The number of steps over which a list of sparsities is spread.
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
@@ -271,8 +272,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         bins are empty too.
 
         Departures: a message has room for ``entries_per_bin`` entries per bin on average (5, which gives the paper's
-        rates of 40 for convolutions and 200 for matrices). If that does not suffice, some bins wait; each step begins
-        at another bin. The paper uses two bits for a ternary value; here one of them ends the bin.
+        rates of 40 for convolutions and 200 for matrices). If that does not suffice, some bins are not sent; each step
+        begins at another bin. The paper uses two bits for a ternary value; here one of them ends the bin.
 
         The method is claimed in the patent US 11,295,208.
 
@@ -282,7 +283,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             conv_bin: L_T, the elements in a bin of a tensor with more than two dimensions. Up to 63, an entry takes 8
                 bits.
             fc_bin: The same for a matrix.
-            entries_per_bin: A message has room for this many entries per bin on average; further entries wait.
+            entries_per_bin: A message has room for this many entries per bin on average; further entries stay in the
+                residual.
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
 
@@ -350,7 +352,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             bucket_size: Elements that share a norm (the paper's bucket).
             norm: "l2" as in the paper's analysis, or "max" as in its experiments, which gives less variance and fewer
                 zeros.
-            seed: Seed of the random numbers, which also depend on rank, step and tensor.
+            seed: Seed of the random numbers. These also depend on rank, step and tensor.
             **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
         Source: Alistarh et al. 2017, arXiv 1610.02132.
@@ -381,7 +383,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             clip_factor: Entries are clipped at this many standard deviations of their tensor; None: not at all.
-            seed: Seed of the random numbers, which also depend on rank, step and tensor.
+            seed: Seed of the random numbers. These also depend on rank, step and tensor.
             **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
         Source: Wen et al. 2017, arXiv 1705.07878, Algorithm 1 and sections 3.2 and 3.3.
@@ -412,7 +414,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
             bits: k, 1 to 8. In the paper, fewer than 4 bits hurt accuracy.
-            seed: Seed of the random numbers, which also depend on rank, step and tensor.
+            seed: Seed of the random numbers. These also depend on rank, step and tensor.
             **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
         Source: Zhou et al. 2016, arXiv 1606.06160, equation 12.

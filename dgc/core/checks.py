@@ -22,7 +22,7 @@ def plain(value: object) -> Any:
 
 
 def brief(value: object) -> str:
-    """Return a value's ``repr`` for an error, or its class if that is long or has several lines."""
+    """Return a value's ``repr`` for an error, or its class if the ``repr`` is long or has several lines."""
     text = repr(value)
     return text if len(text) <= _LONGEST_SHOWN and "\n" not in text else f"an object of class {type(value).__name__}"
 
@@ -99,7 +99,7 @@ def as_loss_scale(value: object, scaler: str = "loss scaler") -> float | Callabl
 
     Args:
         value: the user's value.
-        scaler: the framework's class that is allowed, too, for the error.
+        scaler: the framework's loss scaler class, which is also allowed; the error names it.
     """
     if callable(value):
         scale: Callable[[], float] = value
@@ -116,7 +116,7 @@ def require_compressor(value: object) -> None:
 
 
 def no_compressor(value: object) -> ConfigError:
-    """Make the error about a value that is no compressor, such as a constructor that was not called."""
+    """Return the error about a value that is not a compressor, such as a constructor that was not called."""
     name = value if isinstance(value, str) else getattr(value, "__name__", "dgc")
     name = name if str(name).isidentifier() and not isinstance(value, type) else "dgc"
     return ConfigError(
@@ -128,7 +128,7 @@ def no_compressor(value: object) -> ConfigError:
 def require_unused(
     what: str, name: object, number: object, *, numbers: range, reserved: Collection[str], taken: Mapping[str, int]
 ) -> None:
-    """Require that a new codec or compressor has a valid name and number that no other one has.
+    """Require that the name and number of a new codec or compressor are valid and not in use.
 
     Args:
         what: "codec" or "compressor", for the error.

@@ -23,7 +23,7 @@ from dgc.core.layout import Bucket
 from dgc.core.stripes import Stripes
 from dgc.errors import ConfigError, WireError
 
-BLOCK_ALIGNMENT = 8  # bytes; the length of every block is a multiple
+BLOCK_ALIGNMENT = 8  # bytes; the length of every block is a multiple of this
 
 # Numbers for compressors and codecs that do not belong to this package.
 FREE_NUMBERS = range(128, 256)
@@ -104,7 +104,7 @@ class ValueCodec(Protocol):
 
     Each tensor of the bucket has a group of entries: ``bounds[i]:bounds[i + 1]``, with bounds (groups + 1,) int64 from
     0 to k. Groups may be empty. Finite values are read back as finite values. A value that is not finite raises no
-    error: it is read back as not finite, perhaps with all of its group.
+    error: it is read back as a value that is not finite, and so may be all values of its group.
     """
 
     id: int  # the codec's number in a header
@@ -220,7 +220,7 @@ class Uint16Indices(IndexCodec):
         block = block_of(data, self.max_bytes(n, count), self.name)
         tiles, table = _tiles_of(n), block.size - padded(2 * count)
         counts = block[: 4 * tiles].view("<u4").astype(np.int64)
-        # Check this before np.repeat, which would allocate as much memory as a damaged table says.
+        # Check this before np.repeat allocates memory: a damaged table may hold any number.
         total = int(counts.sum())
         if total != count:
             raise WireError(f"{self.name}: the tiles hold {total} entries, the header says {count}. {_DAMAGED}")
@@ -329,9 +329,9 @@ class Float16Values(ValueCodec):
     """Write each entry in half precision. All entries of a message are scaled by one power of two.
 
     Gradients are often below 6e-5, where half precision has few digits. So all values are multiplied by the power of
-    two that moves the largest one into [2^14, 2^15). The relative error is at most 2^-11 for values down to 2^-28 of
-    the largest value; for smaller values, the absolute error is at most 2^-39 of the largest value. The multiplication
-    itself is exact.
+    two that moves the largest one into [2^14, 2^15). Let M be the largest magnitude. The relative error is at most
+    2^-11 for magnitudes of at least 2^-28 M; for smaller ones, the absolute error is at most 2^-39 M. The
+    multiplication itself is exact.
 
     A block: the exponent e as int32, 4 zero bytes, then k halves h; a value is h * 2^e.
     """
@@ -352,7 +352,7 @@ class Float16Values(ValueCodec):
         block = block_of(out, self.max_bytes(values.size, 0), self.name, writes=True)
         largest = float(np.uint32(loops.largest_magnitude(values)).view(np.float32))
         finite = math.isfinite(largest)
-        # NaN and infinity stay. If there are any, the finite entries get the largest scale.
+        # NaN and infinity stay as they are. If there are any, use the largest exponent.
         exponent = (math.frexp(largest)[1] - 15 if largest else 0) if finite else self.MAX_EXPONENT
         # A half that is rounded up to 2^15 would be read as 2^128, which is infinity.
         limit = 32752.0 if finite and exponent == self.MAX_EXPONENT else math.inf
@@ -378,7 +378,10 @@ class Float16Values(ValueCodec):
 
 
 def _factors(exponent: int) -> tuple[np.float32, np.float32]:
-    """Return two normal float32 whose product is 2^exponent, -163..163. A product with both is rounded at most once."""
+    """Return two normal float32 numbers whose product is 2^exponent, for an exponent from -163 to 163.
+
+    A number that is multiplied by both is rounded at most once.
+    """
     first = exponent if -126 <= exponent <= 127 else int(math.copysign(100, exponent))
     return np.float32(2.0**first), np.float32(2.0 ** (exponent - first))
 
@@ -436,7 +439,7 @@ class IntegerValues(_Quantized):
     def write_apart(
         self, x: np.ndarray, starts: np.ndarray, bounds: np.ndarray, block: np.ndarray, left: np.ndarray
     ) -> None:
-        """Write the groups that begin at ``starts`` of (N,) float32 ``x``; set ``left`` to ``x - decoded`` there."""
+        """Write the groups of (N,) float32 ``x`` that begin at ``starts``; set ``left`` to ``x - decoded`` there."""
         scales, codes = np.empty(starts.size, np.float32), np.empty(int(bounds[-1]), np.uint8)
         loops.encode_integers(x, starts, bounds, self.bits, scales, codes, left)
         self._write(block, scales, codes)
@@ -453,7 +456,7 @@ class Int2Values(_Quantized):
     """Write 2 bits per entry: the sign, and which of its group's two magnitudes it has.
 
     Let m be the group's mean magnitude. One of the two is the mean of the magnitudes above m, the other the mean of the
-    rest. So the sum of a group's magnitudes does not change (in real numbers), nor does a single large entry.
+    rest. So, in exact arithmetic, the sum of a group's magnitudes is preserved, and so is a single large entry.
     """
 
     id: int = ValueCodecId.INT2
@@ -499,7 +502,8 @@ def register_codec(option: str, codec: IndexCodec | ValueCodec) -> None:
         codec: the codec. Several threads may call it at the same time.
 
     Raises:
-        ConfigError: ``option`` is another one, the codec lacks a member, or its name or number is used or not allowed.
+        ConfigError: ``option`` is neither of these, the codec lacks a member, or its name or number is taken or not
+            allowed.
     """
     if option not in _KINDS:
         raise ConfigError(f"there are no codecs for the option {option!r}; choose one of {', '.join(_KINDS)}")
@@ -558,8 +562,8 @@ class SmallCodec:
 
     Each tensor is a group.
 
-    N = elements of these tensors' part of the bucket, with the padding between them, which is not sent. A block always
-    takes ``max_bytes``.
+    N = elements of these tensors' part of the bucket. N includes the padding between the tensors, which is not sent. A
+    block always takes ``max_bytes``.
     """
 
     def __init__(self, bucket: Bucket, name: str, span: slice | None = None) -> None:
@@ -574,7 +578,7 @@ class SmallCodec:
         self._bounds = np.cumsum([0, *(b - a for a, b in groups)], dtype=np.int64)
         self.max_bytes = self.values.max_bytes(int(self._bounds[-1]), len(groups)) if groups else 0
         lengths = np.diff(self._bounds)
-        # Where each element lies in the part.
+        # The place of each element in that part of the bucket.
         self._places = np.repeat(self._starts - self._bounds[:-1], lengths) + np.arange(self._bounds[-1])
 
     def encode(self, x: np.ndarray, out: np.ndarray, left: np.ndarray) -> None:

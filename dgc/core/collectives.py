@@ -1,4 +1,4 @@
-"""The collectives that the exchange needs, the classes of transports that have them, and checks of their arguments.
+"""The collectives that the exchange needs, the classes of transports that offer them, and checks of their arguments.
 
 P = number of ranks, m = message bytes. Every rank must call the same collectives in the same order.
 """
@@ -63,7 +63,7 @@ class Transport(abc.ABC):
         """
 
     def gather(self, message: np.ndarray, root: int) -> np.ndarray:
-        """Return every rank's message, (m,) uint8, as (P, m) on the rank ``root`` and as (0, m) on the others."""
+        """Return every rank's message, (m,) uint8: as (P, m) on the rank ``root``; other ranks get (0, m)."""
         gathered = gather_rows(self, message)
         return gathered if self.rank == root else gathered[:0]
 
@@ -76,7 +76,7 @@ class Transport(abc.ABC):
         """
 
     def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
-        """Send row r of the message, (P, c) uint8, to rank r, blocking; row s of ``out``, (P, c), comes from rank s.
+        """Send row r of the message, (P, c) uint8, to rank r; receive row s of ``out``, (P, c), from rank s. Blocking.
 
         c is equal on all ranks, and P * c is below 2 GiB. If a transport lacks this method, the exchange gathers.
 
@@ -92,15 +92,15 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the transport's resources. Further collectives are errors. It may be called twice."""
+        """Release the transport's resources. No collective may follow. A second call is allowed."""
 
     @property
     def whole(self) -> Transport:
-        """The transport between all ranks. It is another one if each node exchanges as one rank."""
+        """The transport between all ranks: this one, or another one if each node exchanges as one rank."""
         return self
 
     def end_job(self, error: Exception) -> None:  # noqa: B027
-        """End all ranks of the job, if the transport can. It is called when ranks wait for one that is gone."""
+        """End all ranks of the job, if the transport can do so. Called when ranks wait for a rank that is gone."""
 
     def rank_info(self) -> dict[str, int]:
         """Return this process' rank, the number of all ranks and, if nodes send as one rank, the number of nodes."""
@@ -116,14 +116,14 @@ class Divisible(Transport):
 
     @abc.abstractmethod
     def broadcast(self, array: np.ndarray) -> None:
-        """Overwrite a contiguous array with that of rank 0. Its type and size are equal on all ranks."""
+        """Overwrite a contiguous array with rank 0's. Its type and size are equal on all ranks."""
 
     @abc.abstractmethod
     def split(self, color: int) -> Divisible:
-        """Return a transport between the ranks that give the same color, in the same order. Collective."""
+        """Return a transport between the ranks that give the same color, without changing their order. Collective."""
 
     def nodes(self) -> list[int] | None:
-        """Return, for each rank, the lowest rank on its machine; None if that is not known. Collective."""
+        """Return, for each rank, the lowest rank on its machine; None if the machines are not known. Collective."""
         return None
 
 
@@ -210,7 +210,7 @@ def check_allreduce(array: np.ndarray, op: str) -> None:
 
 
 def reduce_in_rank_order(parts: Sequence[np.ndarray] | np.ndarray, op: str, out: np.ndarray) -> None:
-    """Fold the ranks' arrays from rank 0 upwards, ``((p0 + p1) + p2) + ...``.
+    """Reduce the ranks' arrays from rank 0 upwards: ``((p0 + p1) + p2) + ...``.
 
     The order is fixed, so equal inputs give equal bits on every rank and every transport that uses this function.
     ``parts`` are P arrays of shape (n,), or one array (P, n); ``out``, (n,), may be ``parts[0]`` itself.
@@ -218,7 +218,7 @@ def reduce_in_rank_order(parts: Sequence[np.ndarray] | np.ndarray, op: str, out:
     reduction = REDUCTIONS[op]
     if out is not parts[0]:
         np.copyto(out, parts[0])
-    # The exchange finds and refuses gradients that overflow, so a warning of NumPy would add nothing.
+    # The exchange finds and refuses gradients that overflow, so a warning from NumPy would add nothing.
     with np.errstate(over="ignore", invalid="ignore"):
         for part in parts[1:]:
             reduction(out, part, out=out)

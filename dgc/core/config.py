@@ -20,18 +20,18 @@ from dgc.errors import ConfigError
 # Bytes of dense float32 gradients in a bucket.
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
-# The least density with which an adaptive optimizer was seen to learn well, and the density of a short training.
+# The lowest density at which an adaptive optimizer was seen to learn well, and the density to use for a short training.
 ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
 
-# The least beta2 for sparse results. An entry arrives rarely, so its mean of squares must last through the pauses. At
-# the beginning the entries still grow, and a long memory would make updates too large: so it counts from 30 % of the
-# steps on.
+# The lowest beta2 for sparse results. An entry arrives rarely, so its mean of squares must last through the pauses. At
+# the beginning the entries still grow, and a long memory would make updates too large. So this limit applies only after
+# 30 % of the steps.
 ADAPTIVE_BETA2 = 0.99
 
 # Digits of a density in a log: 1 - 0.999 is 0.0010000000000000009 in float64.
 DENSITY_DIGITS = 12
 
-# If this power of beta1 is below it, u needs no bias correction any more.
+# When beta1 to the power of the step is below this, u needs no bias correction any more.
 _SETTLED = 1e-9
 
 # The bias of the first moment is corrected as if this many steps had been made before the first one. With Adam's own
@@ -40,8 +40,8 @@ _SETTLED = 1e-9
 # the mean still grows when the learning rate is highest, and the updates are too large. docs/adamw.md has figures.
 STEPS_BEFORE = 3
 
-# The momentum of a step with a beta1 of 0, after which u must be only the gradient. It is not 0, because the kernels
-# do not write u then.
+# The momentum of a step with a beta1 of 0, after which u must be only the gradient. It must not be 0, because the
+# kernels do not write u if the momentum is 0.
 NO_MEMORY = 1e-30
 
 
@@ -52,7 +52,8 @@ class DGCConfig:
     tools/write_signatures.py copies the comments above the fields into the constructors' docstrings.
     """
 
-    # The share of entries that are held back in a step. A list gives one share after the other during the ramp-up.
+    # The share of entries that are held back in a step. A list gives the shares to use one after another during the
+    # ramp-up.
     sparsity: tuple[float, ...] = (0.999,)
     # The number of optimizer steps in the training; dgc chooses the sparsity for it.
     steps: int | None = None
@@ -60,12 +61,12 @@ class DGCConfig:
     rampup_begin_step: int = 0
     # The number of steps over which a list of sparsities is spread.
     rampup_step: int = 1
-    # The momentum that the compressor applies; None takes the optimizer's momentum or Adam's beta1 over, 0 leaves it
-    # there.
+    # The momentum that the compressor applies. None takes over the optimizer's momentum or Adam's beta1; 0 leaves
+    # momentum to the optimizer.
     momentum: float | None = None
-    # Whether it is Nesterov momentum; None takes this over from the optimizer.
+    # Whether this is Nesterov momentum; None takes the answer from the optimizer.
     nesterov: bool | None = None
-    # This number times the parameter is added to its gradient; None takes the optimizer's weight decay over.
+    # This number times the parameter is added to its gradient; None takes over the optimizer's weight decay.
     weight_decay: float | None = None
     # Set the momentum of an entry to 0 when the entry is sent; None: yes, except with ``steps`` and an SGD.
     momentum_masking: bool | None = None
@@ -92,15 +93,16 @@ class DGCConfig:
     op: str = "average"
     # With a plain SGD, update only the parameters' received entries; False: update all entries.
     sparse_updates: bool = True
-    # The ranks of a node add up their gradients and send as one rank. "auto": if that saves traffic. A number: in
-    # groups of this many neighbouring ranks.
+    # True: the ranks of a node add up their gradients and send as one rank. "auto": only if that saves traffic. A
+    # number: groups of this many neighbouring ranks do so.
     hierarchical: bool | int | Literal["auto"] = False
-    # "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: each rank adds up the
-    # entries of a part of the positions for all ranks, if that takes fewer bytes.
+    # "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: if that takes fewer
+    # bytes, the positions are divided among the ranks, and each rank adds up the entries at its positions for all.
     exchange: Literal["gather", "reduce-scatter"] = "gather"
-    # Seed of the random numbers, which also depend on rank, step and tensor.
+    # Seed of the random numbers. These also depend on rank, step and tensor.
     seed: int = 0
-    # False drops the entries that are not sent, for control experiments: accuracy collapses. No constructor has it.
+    # False drops the entries that are not sent, for control experiments: accuracy collapses. No constructor has this
+    # option.
     error_feedback: bool = True
     # The compressor's name in the registry, and the options that only this compressor has.
     algorithm: str = "dgc"
@@ -168,7 +170,7 @@ class DGCConfig:
     def own_share(self, ranks: int) -> float:
         """Return one rank's share of the reduced momentum: 1 for an average, 1 / P for a sum.
 
-        The u of a sparsified tensor holds this share, also while the tensor is sent dense.
+        The u of a sparsified tensor holds this share, even while the tensor is sent dense.
         """
         return 1.0 / ranks if self.op == "sum" else 1.0
 
@@ -240,9 +242,9 @@ def entries_to_send(numel: int, density: float) -> int:
 
 
 def bias_correction(beta1: float, t: int) -> float:
-    """Return the divisor that corrects the bias of Adam's first moment after ``t`` steps, counted as a few more.
+    """Return the divisor that corrects the bias of Adam's first moment after ``t`` steps.
 
-    See :data:`STEPS_BEFORE`.
+    A few steps are added to ``t``; see :data:`STEPS_BEFORE`.
     """
     rest = beta1 ** (t + STEPS_BEFORE)
     return 1.0 if rest < _SETTLED else 1.0 - rest
@@ -254,7 +256,7 @@ def is_settled(beta1: float, t: int) -> bool:
 
 
 def running_mean(beta1: float, t: int) -> tuple[float, float]:
-    """Return the momentum and gain with which u is Adam's bias-corrected first moment in step ``t``, counted from 1.
+    """Return the momentum and gain that make u Adam's bias-corrected first moment in step ``t``, counted from 1.
 
     ``u <- a*u + b*g`` with ``a = beta1 * c(t-1) / c(t)`` and ``b = (1 - beta1) / c(t)``, where c is
     :func:`bias_correction`, equals ``m / c(t)``, where ``m <- beta1*m + (1 - beta1)*g``. a + b is 1.

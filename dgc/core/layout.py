@@ -1,4 +1,6 @@
-"""Place parameters into buckets of segments. All ranks must have the same layout, which its fingerprint shows.
+"""Place parameters into buckets of segments.
+
+All ranks must have the same layout; comparing fingerprints shows whether they do.
 
 Letters: n elements of a bucket's flat space, S segments.
 """
@@ -22,10 +24,11 @@ from dgc.errors import LayoutError, WireError
 # Segments start at multiples of this many elements, so that a kernel's vector loads are aligned.
 ALIGNMENT = 16
 
-# Positions within a bucket, where padding counts, are int32 on a device and in the message.
+# Positions within a bucket, which count padding, are int32 on a device and in the message.
 MAX_BUCKET_ELEMENTS = 2**31 - 1
 
-# Tensors up to this many elements are processed together if that saves calls, and selected without a threshold.
+# Tensors of up to this many elements are processed together if that saves calls; their entries are selected without a
+# threshold.
 SMALL = 4096
 
 # The types that a parameter may have, and the NumPy types of its array. NumPy has no bfloat16, so arrays hold its bits.
@@ -39,7 +42,7 @@ FLOAT_TYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trainable tensor without its values: the part that must be the same on all ranks."""
+    """The facts about one trainable tensor that must be equal on all ranks: all but its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -155,7 +158,7 @@ class Layout:
 
 
 def bounds_of(positions: np.ndarray, offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Split ascending positions by tensor: return the index of each tensor's first position, then their number.
+    """Split ascending positions by tensor: return the index of each tensor's first position, then the number k.
 
     The result is (S + 1,) int64.
 
@@ -174,9 +177,9 @@ def bounds_of(positions: np.ndarray, offsets: np.ndarray, ends: np.ndarray) -> n
 
 
 def sent_dense(parameter: Parameter, config: DGCConfig) -> bool:
-    """Return whether a parameter is dense in all steps.
+    """Return whether a parameter is sent dense in all steps.
 
-    float64 and excluded parameters are. 1-D and small parameters are, unless a user has included them.
+    This holds for float64 and excluded parameters, and for 1-D and small ones that the user has not included.
     """
     if parameter.numel == 0 or parameter.dtype == "float64" or _matches(parameter, config.exclude):
         return True
@@ -195,7 +198,7 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
     float64 parameters get separate buckets, which are dense and have a float64 momentum.
 
     Raises:
-        LayoutError: there are no parameters, two have the same name, one has no float type, or one is too large.
+        LayoutError: there are no parameters, two have the same name, or one is too large or not of a float type.
     """
     parameters = tuple(parameters)
     _check(parameters)
@@ -207,7 +210,7 @@ def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
         dtype = "float64" if parameter.dtype == "float64" else "float32"
         members, filled, placed = open_group.get(dtype, ([], 0, 0))
         room = _padded(parameter.numel)
-        # The option bucket_bytes limits the elements; MAX_BUCKET_ELEMENTS also counts padding.
+        # The option bucket_bytes limits the elements without padding, MAX_BUCKET_ELEMENTS those with padding.
         if not members or filled + parameter.numel > capacity or placed + room > MAX_BUCKET_ELEMENTS:
             members, filled, placed = [], 0, 0
             groups.append((dtype, members))

@@ -208,8 +208,9 @@ PART_MAGIC = b"DGCp"
 # How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
 SUMS_PER_ENTRY: float = 4
 
-# The codec of an owner's sums, if it differs from the codec of entries. A sum is rounded after its entries were:
-# at about as many bytes, a small GPT ended 0.055 above gathering with eight sums of two bits, 0.021 with four of eight.
+# The codec of an owner's sums, if it differs from the codec of entries. A sum of rounded entries is rounded again. At
+# about equal bytes, the final loss of a small GPT was above that with gathering: by 0.055 with eight sums of two bits,
+# by 0.021 with four sums of eight bits.
 SUM_VALUES = {"int2": "int8"}
 
 # A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
@@ -224,12 +225,12 @@ class Dealing:
         capacity: the most entries in a part, which one rank sends to one owner.
         part_bytes: bytes of a part.
         ks: the most sums of each tensor that one owner sends to all ranks.
-        payload_bytes: bytes for these sums in a message.
+        payload_bytes: bytes for one owner's sums in a message.
         stripes: the positions of each owner.
-        first: the codec of each owner's parts.
+        first: for each owner, the codec of the parts that it receives.
         second: the codec of each owner's sums.
         small: the codec of each owner's span of small tensors, in both phases; empty if small tensors are not coded.
-        small_bytes: bytes for such a span, in a part (at ``small_at``) and in a message.
+        small_bytes: bytes for one span, in a part (at ``small_at``) and in a message.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Dealing:
 
 @dataclass
 class BucketPlan:
-    """How a bucket is sent at one density, and the sizes of its traffic.
+    """How a bucket is sent at one density, and how many bytes this takes.
 
     The *vector* covers positions ``vector_start`` to ``bucket.size``, which are summed densely. With ``small``, its
     first ``bucket.small_size`` elements are sent coded inside the message. The rest, the *plain* part, is sent inside
@@ -268,8 +269,8 @@ class BucketPlan:
         payload_bytes: bytes for selected entries.
         message_bytes: bytes of the message.
         small: the codec of the small tensors, if they are sent coded.
-        selection: the codec of selected entries, if no other compressor codes them.
-        dealing: how owners add up selected entries, if they do. Then the payload holds an owner's sums.
+        selection: the codec of selected entries; None if another compressor codes them.
+        dealing: how owners add up selected entries; None if they do not. With it, the payload holds an owner's sums.
         most_entries: the most entries of a payload.
         is_active: whether an encoder has work: the step is sparsified, and the bucket has a sparsified tensor.
         plain_start: place of the plain part in the vector.
@@ -398,9 +399,9 @@ def _small_codec(bucket: Bucket, name: str, ranks: int, dealing: Dealing | None)
 def _inline(inside: int, reduced: int, ranks: int) -> bool:
     """Return whether a dense vector should be sent inside the message instead of by an allreduce.
 
-    Inside the message its bytes (``inside``) are sent ``P - 1`` times. In an allreduce its bytes (``reduced``) are sent
-    ``2 (P - 1) / P`` times, but a collective costs as much as about 64 KiB (50 us at 10 Gbit/s). Large vectors are
-    always sent by allreduce, which needs no buffer for P copies.
+    Inside the message its bytes (``inside``) are sent ``P - 1`` times. An allreduce sends its bytes (``reduced``)
+    ``2 (P - 1) / P`` times; in addition each collective has a fixed cost, that of about 64 KiB (50 us at 10 Gbit/s).
+    Large vectors are always sent by allreduce, which needs no buffer for P copies.
     """
     extra = (ranks - 1) * inside - 2 * (ranks - 1) / ranks * reduced
     return inside <= INLINE_MAX_BYTES and extra <= INLINE_EXTRA_BYTES
@@ -408,7 +409,7 @@ def _inline(inside: int, reduced: int, ranks: int) -> bool:
 
 # -- the message ---------------------------------------------------------------------------------------------------
 
-# The place of an error's class in this list is its number in messages.
+# An error's number in messages is the place of its class in this list.
 ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.RemoteError,
     errors.LayoutError,
@@ -449,7 +450,7 @@ class Incoming:
     absent: int = 0
 
     def damaged(self, error: errors.DGCError) -> errors.WireError:
-        """Make the error about this message, whose content was refused because of ``error``."""
+        """Return the error about this message, whose content was refused because of ``error``."""
         return errors.WireError(f"message of {self.origin}: {error}")
 
 
@@ -472,7 +473,7 @@ class Messages:
         self._gathered = np.empty((0, 0), np.uint8)
 
     def start(self, plan: BucketPlan, step: int, fingerprint: int) -> None:
-        """Begin a message of the plan's size. All ranks must have the same fingerprint in this step."""
+        """Begin a message of the plan's size. The fingerprint must be equal on all ranks in this step."""
         self._plan = plan
         self._joined = 0
         compressor, indices, values = plan.ids
@@ -539,7 +540,7 @@ class Messages:
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
             who, joined = label(sender), header.flags & _JOINED
-            if joined or self._joined:  # a rank without data does not follow schedules
+            if joined or self._joined:  # a rank without data does not follow the schedules
                 header = header._replace(fingerprint=expected.fingerprint)
             if header.fingerprint != expected.fingerprint:
                 raise errors.ConfigError(

@@ -16,7 +16,7 @@ FORMAT = 1  # the format of states that this version writes and reads
 # The state of a compressor that has exchanged nothing. Loading it forgets residuals, momentum and step.
 EMPTY: Final[dict[str, Any]] = {"format": FORMAT, "step": 0, "parameters": {}}
 
-# The state of a compressor in a job of one process, which exchanges nothing.
+# The state of a compressor in a job of one process. Such a job exchanges nothing.
 INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
 
 
@@ -26,7 +26,7 @@ def is_empty(state: Mapping[str, Any]) -> bool:
 
 
 def holds_nothing(state: Mapping[str, Any]) -> bool:
-    """Return whether a state holds no residuals and momentum: it is empty, or comes from a single process."""
+    """Return whether a state holds neither residuals nor momentum: it is empty, or comes from a single process."""
     return is_empty(state) or bool(state.get("inactive"))
 
 
@@ -87,7 +87,7 @@ def require_op(saved: Mapping[str, Any], op: str) -> None:
 
 
 def require_sound(saved: Mapping[str, Any]) -> None:
-    """Refuse a mapping that is no compressor's state, and values that are not finite."""
+    """Refuse a mapping that is not a compressor's state, and values that are not finite."""
     if saved.get("format") != FORMAT:
         raise LayoutError(
             f"this compressor state has format {saved.get('format')!r}, this version reads {FORMAT}; "
@@ -111,7 +111,7 @@ def require_sound(saved: Mapping[str, Any]) -> None:
                 )
         if entry.get("threshold") is not None:
             _numbers(entry["threshold"], name, "threshold")
-    for key in ("names", "kinds"):  # adapters add these, and the rate
+    for key in ("names", "kinds"):  # the adapters add these and the learning rate
         value = saved.get(key, ())
         if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
             raise LayoutError(f"the saved compressor state has {key}={value!r:.80}, not a list of names; it is damaged")
@@ -124,9 +124,9 @@ def require_sound(saved: Mapping[str, Any]) -> None:
 
 
 def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[str] = ()) -> None:
-    """Refuse a state whose parameters are not those of the layout.
+    """Refuse a state whose parameters differ from those of the layout.
 
-    The state may lack the parameters named in ``optional``, or have them in addition.
+    Parameters named in ``optional`` may be present or missing.
     """
     found, sparsified = saved["parameters"], layout.sparsified()
     missing = [n for n in sparsified if n not in found and n not in optional]
@@ -179,7 +179,7 @@ def own_arrays(entry: dict[str, Any], is_shared: bool) -> set[str]:
 
     Args:
         entry: the parameter's entry in the result of :meth:`dgc.core.state.State.to_dict`.
-        is_shared: whether the ramp-up has not begun, so that u is the same on all ranks.
+        is_shared: whether u is the same on all ranks, because the ramp-up has not begun.
     """
     return set(entry) & ({"v", "error", "w", "u"} if "v" in entry and not is_shared else {"v", "error", "w"})
 

@@ -15,7 +15,7 @@ from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Bucket, Layout, Segment
 from dgc.core.saved import FORMAT, own_arrays, require_fit, require_sound
 
-# The name under which users import these two.
+# Users import these two from this module.
 from dgc.core.state_file import load_state as load_state
 from dgc.core.state_file import save_state as save_state
 from dgc.core.stripes import Stripes
@@ -28,10 +28,10 @@ class BucketState:
         u: (size,), in the kernels' memory.
         v: (sparse_size,), in the kernels' memory.
         thresholds: (S, c) float64, which the selection updates.
-        error: (small_size,) float32 on the host: the error of the small tensors' codec so far. If ``residual_pending``,
-            the next step adds it to their gradients; otherwise it is 0.
-        w: (n,) float32 on the host: what this rank has not sent yet of the sums that it owns; n = 0 if ranks own none.
-        owned_error: (small_size,) float32: the same for small tensors, 0 outside this rank's span; empty as w may be.
+        error: (small_size,) float32 on the host: the small tensors' coding error so far. If ``residual_pending``, the
+            next step adds it to their gradients; otherwise it is 0.
+        w: (n,) float32 on the host: the part of this rank's sums that it has not sent yet; n = 0 if ranks own no sums.
+        owned_error: (small_size,) float32: the same for small tensors, 0 outside this rank's span; empty if w is.
     """
 
     def __init__(self, bucket: Bucket, kernels: Kernels, stripes: Stripes | None = None) -> None:
@@ -47,7 +47,7 @@ class BucketState:
         self.owned_error = np.zeros(bucket.small_size if stripes else 0, np.float32)
 
     def owned(self, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
-        """Return a view of a tensor's unsent sums that this rank owns, (m,), and their places in the tensor, (m,)."""
+        """Return a view of the unsent sums, (m,), that this rank owns of a tensor, and their places in it, (m,)."""
         if self.stripes is None:
             return self.w, np.empty(0, np.int64)
         first = segment.offset - self._bucket.sparse_size
@@ -58,7 +58,7 @@ class BucketState:
         return self.owned_error[inside[0] : inside[-1] + 1] if inside.size else self.w[:0], inside - first
 
     def set_owned(self, segment: Segment, sums: np.ndarray) -> np.ndarray:
-        """Store those of a tensor's unsent sums, (length,), that this rank owns; return the sums without these."""
+        """Store the part of a tensor's unsent sums, (length,), that this rank owns; return the sums with it removed."""
         rest, (owned, places) = np.array(sums, np.float32), self.owned(segment)
         owned[...] = rest[places]
         rest[places] = 0
@@ -84,7 +84,7 @@ class BucketState:
         return row
 
     def error_of(self, segment: Segment) -> np.ndarray:
-        """Return a view of the error of a tensor: (length,), or (0,) if it is never sent coded."""
+        """Return a view of a tensor's coding error: (length,), or (0,) if the tensor is never encoded."""
         first = segment.offset - self._bucket.sparse_size
         return self.error[first : first + segment.length] if first >= 0 else self.error[:0]
 
@@ -114,7 +114,7 @@ class BucketState:
         self.residual_pending = other.residual_pending
 
     def clear_error(self) -> None:
-        """Forget the error of the small tensors' codec, and unsent sums."""
+        """Set the small tensors' coding error and the unsent sums to 0."""
         self.error.fill(0)
         self.w.fill(0)
         self.owned_error.fill(0)
@@ -168,12 +168,12 @@ class State:
         return state.v[segment.slice]
 
     def error(self, parameter: int) -> np.ndarray:
-        """Return a view of the error of a small tensor's codec: (numel,), or (0,) if the tensor is never coded."""
+        """Return a view of a small tensor's coding error: (numel,), or (0,) if the tensor is never encoded."""
         state, segment = self._place(parameter)
         return state.error_of(segment)
 
     def shared_momentum(self, rampup_begin_step: int) -> dict[int, np.ndarray]:
-        """Return copies of u by parameter, for the parameters whose u is equal on all ranks."""
+        """Return copies of u, by parameter, of all parameters whose u is equal on all ranks."""
         entries, is_shared = self.to_dict()["parameters"].values(), self.step <= rampup_begin_step
         return {i: entry["u"] for i, entry in enumerate(entries) if "u" not in own_arrays(entry, is_shared)}
 
@@ -182,7 +182,7 @@ class State:
         self._memory.copy_in(self.momentum_buffer(parameter), values)
 
     def absorb_momentum(self, parameter: int, values: Any) -> None:
-        """Set u of one parameter to its share of the momentum buffer, (numel,), of a dense run."""
+        """Set u of one parameter to this rank's share of the momentum buffer, (numel,), of a dense run."""
         share = self._share_of(parameter)
         self.set_momentum_buffer(parameter, values if share == 1.0 else values * values.dtype.type(share))
 
@@ -193,13 +193,13 @@ class State:
         return u if share == 1.0 else u / u.dtype.type(share)
 
     def residual_norm(self) -> float:
-        """Return the L2 norm of all residuals of this rank, also those of small tensors."""
+        """Return the L2 norm of all residuals of this rank, including those of small tensors."""
         squares = sum(self._memory.sum_of_squares(b.v) for b in self.buckets)
         others = [array for b in self.buckets for array in (b.error, b.w, b.owned_error)]
         return float(np.sqrt(squares + sum(float(np.square(a, dtype=np.float64).sum()) for a in others)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy as plain containers of NumPy arrays, by parameter name, because the layout may change."""
+        """Return a copy as plain containers of NumPy arrays, keyed by parameter name because the layout may change."""
         parameters = {}
         for i, p in enumerate(self._layout.parameters):
             state, segment = self._place(i)
@@ -220,8 +220,8 @@ class State:
         """Load the result of :meth:`to_dict`.
 
         Raises:
-            LayoutError: the format, the parameters or their lengths differ, or a value is not finite. Nothing is
-                changed then.
+            LayoutError: the format, the parameters or their lengths differ, or a value is not finite. The state stays
+                as it was.
         """
         require_sound(saved)
         require_fit(saved, self._layout)
@@ -230,7 +230,7 @@ class State:
         for i, p in enumerate(self._layout.parameters):
             entry, (state, segment) = saved["parameters"][p.name], self._place(i)
             self.set_momentum_buffer(i, entry["u"])
-            # Of a state that was saved with other ranks or buckets, other ranks may own a part here.
+            # If the state was saved with other ranks or buckets, some of its sums may belong to other ranks now.
             rest = state.set_owned(segment, entry["w"]) if "w" in entry else np.empty(0)
             if self._layout.is_sparsified(i):
                 v = entry["v"] + rest if rest.any() else entry["v"]

@@ -38,7 +38,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FileNotFoundError: there is no such file.
         OSError: the file cannot be read.
-        LayoutError: it is another kind of file, damaged or cut off.
+        LayoutError: the file is of another kind, damaged or cut off.
     """
     try:
         file = Path(path).open("rb")
@@ -63,7 +63,7 @@ def write_whole(
 
     Args:
         path: the file's path; the folder is made if it is missing.
-        draft: where the file is written first; removed after an error.
+        draft: the temporary file that is written first; it is removed after an error.
         write: writes the content.
         ready: called when everything is written, before the file is moved to ``path``. If it raises, the file is not
             moved.

@@ -28,7 +28,7 @@ def owners_of(positions: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _shift(rounds: Any) -> Any:
-    """Return by how many ranks the owners of a round, or of (n,) rounds, are rotated: any number >= 0."""
+    """Return the rotation of a round's owners, in ranks: an integer >= 0. ``rounds`` is one round, or (n,) rounds."""
     return (rounds * _MIXER & 0xFFFFFFFF) >> 16
 
 

@@ -184,7 +184,10 @@ def restore_momentum(optimizer: Optimizer, momentum: float) -> None:
 
 
 def make_slots(optimizer: Optimizer) -> None:
-    """Make the momentum slots of a built SGD of Keras 3, which made none if its momentum was taken before."""
+    """Make the momentum slots of a Keras 3 SGD that is already built.
+
+    It has none if its momentum was taken before it was built.
+    """
     if not getattr(optimizer, "momentums", None):
         with tf.init_scope():
             optimizer.momentums = optimizer.add_optimizer_variables(optimizer._trainable_variables, "momentum")
@@ -274,7 +277,7 @@ class FirstMoment:
         hyper.nesterov[:] = [self._nesterov] * count
 
     def absorb(self, variables: Sequence[Variable], steps: int, absorb: Absorb) -> None:
-        """Turn Adam's moments after ``steps`` dense steps into u, bias corrected, when selection begins."""
+        """When selection begins, turn Adam's moments after ``steps`` dense steps into u, with bias correction."""
         made = steps + (self.earlier_steps or 0)
         slots = getattr(self._optimizer, "_momentums", getattr(self._optimizer, "_m", None))
         if not (self.is_taken and made and slots):

@@ -1,4 +1,4 @@
-"""TensorFlow's tensors and variables as NumPy arrays, and the way of gradients from TensorFlow to the core and back.
+"""TensorFlow's tensors and variables as NumPy arrays, and the path of gradients from TensorFlow to the core and back.
 
 Eager code uses views of tensors. A graph calls one ``tf.numpy_function``, which also gives Python views. TensorFlow
 uses NumPy arrays without a copy if they are aligned for its kernels (:class:`ResultPool` makes such arrays). So neither

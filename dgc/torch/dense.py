@@ -166,7 +166,7 @@ class DenseEngine:
         raise error
 
     def hands_back(self) -> bool:
-        """Return whether another ``synchronize()`` returns the latest results: always."""
+        """Return whether another ``synchronize()`` returns the latest results; here always True."""
         return True
 
     def _nothing(self, *_: object) -> None:

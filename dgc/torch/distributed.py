@@ -72,7 +72,7 @@ class DistributedJob(Job):
             raise ConfigError("call torch.distributed.init_process_group() before a compressor is bound")
 
     def of(self, process_set: object = None, other: object = None) -> DistributedJob:
-        """Return this job; raise an error about a Horovod process set."""
+        """Return this job; raise an error if a process set or another group is given."""
         if any(given is not None and given is not self._group for given in (process_set, other)):
             raise ConfigError("process_set= is Horovod's; give a torch.distributed process group as group=")
         return self

@@ -159,8 +159,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) -> list[Any]:
     """Return the states of the old ranks, with zeros for ranks that left, from which ``resized`` makes this rank's.
 
-    Collective. Entries that this rank does not need are None. A rank that has committed another step than rank 0 counts
-    as one that left. The list is empty if rank 0 has committed nothing.
+    Collective. Entries that this rank does not need are None. A rank whose last committed step differs from rank 0's
+    counts as one that left. The list is empty if rank 0 has committed nothing.
     """
     rank, size = transport.rank, transport.size
     places = gather_values(transport, own and [own["step"], own["size"], own["rank"]])

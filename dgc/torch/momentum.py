@@ -111,9 +111,9 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
                 ``momentum_masking=None``, ``sparse_updates=True``.
 
         Raises:
-            ArgumentError: (an AssertionError) Paddle has an assertion about it: the learning rate or momentum is
-                missing, ``rampup_begin_step`` is negative, the clipping norm is no float, ``num_trainers`` is missing
-                for it or is not the number of ranks, the regulariser is of another kind.
+            ArgumentError: (an AssertionError, as in Paddle) the learning rate or momentum is missing;
+                ``rampup_begin_step`` is negative; the clipping norm is not a float; with a clipping norm,
+                ``num_trainers`` is missing or is not the number of ranks; or the regulariser is of a wrong type.
             ConfigError: (a ValueError) another option is out of range, or neither Horovod nor torch.distributed is
                 initialised.
             TypeError: ``params`` or ``rampup_begin_step`` is missing, or an option is unknown.
@@ -180,7 +180,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
 
         Raises:
             ConfigError: the optimizer is built already, or the group has ``weight_decay``.
-            ArgumentError: the group's ``regularization`` is no regulariser.
+            ArgumentError: the group's ``regularization`` is not a regulariser.
         """
         if hasattr(self, "compression"):
             raise ConfigError("parameters cannot be added to DGCMomentum: build a new one with all of them")

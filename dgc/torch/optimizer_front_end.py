@@ -191,7 +191,8 @@ class OptimizerFrontEnd(FrontEnd):
             self.engine.made_state()
             return
         if exchanging is not None and self.engine.by_scaler and steps_by_scaler():
-            # Unless unscale_() was called, the scaler's step() has divided gradients by its scale, in the same version.
+            # Unless unscale_() was called, the scaler's step() has divided the gradients by its scale, without changing
+            # their version counters.
             self._fail_changed(exchanging)
         if self.averaged:
             warnings.warn(

@@ -174,7 +174,7 @@ class Places:
 
 
 def samples(tensor: torch.Tensor) -> np.ndarray:
-    """Return (at most 8,) float64: a few values from all over a tensor, to compare it between ranks."""
+    """Return at most 8 values spread over a tensor, as float64, to compare the tensor between ranks."""
     values = local(tensor).detach()
     places = torch.from_numpy(sample_places(values.numel())).to(values.device)
     return values.take(places).to(torch.float64).cpu().numpy()
@@ -187,7 +187,7 @@ def sum_of_bits(tensor: torch.Tensor) -> int:
 
 
 def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of values from all over a tensor, (at most 1024,), without waiting for its device.
+    """Return a copy of at most 1024 values spread over a tensor, without waiting for its device.
 
     Their places are multiples of the golden ratio modulo 1, so they match no pattern of rows, columns or pruned
     weights.

@@ -305,7 +305,7 @@ class MPITransport(Divisible):
             while not call(self._mpi, request.Test):
                 now = time.perf_counter()
                 if now - seen > SUSPENDED_SECONDS:
-                    begun += now - seen  # this process was stopped, which is no waiting
+                    begun += now - seen  # this process was suspended, which does not count as waiting
                 seen, waited = now, now - begun
                 if waited > spin:
                     if waited > patience:

@@ -27,7 +27,7 @@ from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.kernels.reference import top_k
 from dgc.errors import WireError
 
-SAMPLE = 100_000  # about how many entries a global threshold is estimated from
+SAMPLE = 100_000  # a global threshold is estimated from about this many entries
 
 
 class _Selection(Algorithm):
@@ -71,7 +71,7 @@ class DGC(_Selection):
     """Deep Gradient Compression: send the largest accumulated entries, keep the rest for later.
 
     ``u <- m*u + G; v <- v + u`` (momentum correction). Of each tensor, the k = n * density entries with the largest
-    ``|v|`` are sent, and set to 0 in v and u (momentum factor masking).
+    ``|v|`` are sent. In v and u they become 0 (momentum factor masking).
 
     Source: Lin et al. 2018, arXiv 1712.01887.
     """
@@ -114,14 +114,14 @@ class TopkOptions:
 class Topk(_Selection):
     """Send the entries above a threshold; the others wait in the residual.
 
-    ``x = g + e``; ``x_i`` is sent if ``|x_i| > t``. The threshold t is such that the share R of the entries waits.
+    ``x = g + e``; ``x_i`` is sent if ``|x_i| > t``. t is chosen so that a share R of the entries is held back.
 
     Departures: with ``threshold="tensor"``, the default here, exactly the k largest entries of each tensor are
     sent, so that messages have a fixed size; the paper prefers one threshold for the model, from a sampled
     quantile. With ``threshold="global"``, t is the R-quantile of about 100 000 entries of all buckets in the
     previous step (in the first step, of the bucket's own entries), because a bucket is sent before the gradients of
-    other buckets are ready. A message then has room for ``headroom`` times the bucket's even share of entries; the
-    largest entries are sent first, and the rest waits.
+    other buckets are ready. A message then has room for ``headroom`` times the bucket's even share of entries. If
+    more entries exceed t, the largest are sent, and the others stay in the residual.
 
     Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample comes from Marian.
     """
@@ -161,7 +161,7 @@ class Topk(_Selection):
             return super().encode(x, out, spec, info)
         self._next = None
         stride = max(1, min(1000, spec.total // SAMPLE))
-        # The first position changes with the step, because a stride that divides a tensor's width meets few columns.
+        # The first position changes with the step: a stride that divides a tensor's width would meet few columns.
         first = info.step % stride
         sample = np.concatenate([np.abs(x[t.slice][min(first, t.n - 1) :: stride]) for t in spec.tensors])
         self._samples[spec.bucket.index] = sample
@@ -180,13 +180,13 @@ class Topk(_Selection):
 
 
 def _beyond(threshold: float | np.floating[Any], x: np.ndarray, most: int) -> np.ndarray:
-    """Return the ascending positions of entries of x above a magnitude: of the ``most`` largest, if there are more."""
+    """Return the ascending positions of the entries of x above a magnitude, or only of the ``most`` largest ones."""
     positions = np.flatnonzero(np.abs(x) > threshold)
     return positions[top_k(x[positions], most)] if positions.size > most else positions
 
 
 def _quantile(magnitudes: np.ndarray, density: float) -> float:
-    """Return the value that a share ``density`` of the sample exceeds, or a smaller share if there are ties."""
+    """Return the threshold above which a share ``density`` of the sample lies (less if there are ties)."""
     place = max(0, int(magnitudes.size * (1.0 - density)) - 1)
     return float(np.partition(magnitudes, place)[place])
 
@@ -195,9 +195,9 @@ def _quantile(magnitudes: np.ndarray, density: float) -> float:
 class StromOptions:
     """Options of ``strom``."""
 
-    # The τ of the paper, in units of the gradient. No value suits all models.
+    # The paper's τ, in units of the gradient. No value suits all models.
     threshold: float = 0.01
-    # A message has room for this share of the elements; further entries wait.
+    # A message has room for this share of the elements; further entries stay in the residual.
     max_density: float = 0.01
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ class Strom(Algorithm):
     """Send +τ or -τ for entries beyond a fixed threshold τ, with error feedback.
 
     ``e <- e + g``. If ``e_i > τ``, +τ is sent and ``e_i <- e_i - τ``; if ``e_i < -τ``, -τ is sent and
-    ``e_i <- e_i + τ``. So an entry sends at most τ in a step, however large its residual is. An entry takes one
+    ``e_i <- e_i + τ``. So each step sends at most τ of an entry, however large its residual is. An entry takes one
     32-bit word: ``index << 1 | positive``.
 
     Departures: a message has room for ``max_density`` of the elements, so that ranks need not exchange sizes; if
@@ -317,12 +317,12 @@ class Dryden(PerTensor):
 
 
 def _most(n: int, density: float) -> int:
-    """Return the most entries of a tensor, where each sign may be rounded up to one entry."""
+    """Return the most entries that a tensor sends. Each sign may be rounded up to one entry."""
     return min(n, int(n * density * (1 + 1e-9)) + 2)
 
 
 _ADACOMP_HEAD = 8  # bytes before the units: scale and number of units
-_SHORT = 64  # entries of bins shorter than this take 8 bits, those of longer bins 16
+_SHORT = 64  # an entry takes 8 bits if its bin is shorter than this, else 16
 
 # A prime, so that each step begins with another bin.
 _STRIDE = 65537
@@ -336,7 +336,7 @@ class AdacompOptions:
     conv_bin: int = 50
     # The same for a matrix.
     fc_bin: int = 500
-    # A message has room for this many entries per bin on average; further entries wait.
+    # A message has room for this many entries per bin on average; further entries stay in the residual.
     entries_per_bin: float = 5.0
 
     def __post_init__(self) -> None:
@@ -355,8 +355,8 @@ class Adacomp(PerTensor):
     bins are empty too.
 
     Departures: a message has room for ``entries_per_bin`` entries per bin on average (5, which gives the paper's
-    rates of 40 for convolutions and 200 for matrices). If that does not suffice, some bins wait; each step begins
-    at another bin. The paper uses two bits for a ternary value; here one of them ends the bin.
+    rates of 40 for convolutions and 200 for matrices). If that does not suffice, some bins are not sent; each step
+    begins at another bin. The paper uses two bits for a ternary value; here one of them ends the bin.
 
     The method is claimed in the patent US 11,295,208.
 
@@ -393,7 +393,7 @@ class Adacomp(PerTensor):
             h[: tensor.n] += info.increment[tensor.slice]
         g, h = g.reshape(bins, length), h.reshape(bins, length)
         largest = np.abs(g).max(1)
-        # In a bin of zeros every entry equals the largest one, but has no sign to send.
+        # In a bin of zeros, every entry equals the bin's largest one, but zeros have no sign to send.
         send = (np.abs(h) >= largest[:, None]) & (g != 0)
         first = (info.step + info.rank) * _STRIDE % bins
         fitting = _fit(send.sum(1), self._units(tensor) - bins, first)

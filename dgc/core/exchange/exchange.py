@@ -257,7 +257,7 @@ class Exchange:
     def _absent_everywhere(self, step: Step, buckets: list[BucketStep]) -> set[int]:
         """Return the parameters that have no gradient on any rank.
 
-        This is collective if in some bucket every rank lacks gradients, but not the same ones.
+        This is collective if every rank lacks some gradients of a bucket, but different ranks lack different ones.
         """
         lacking = [bucket for bucket in buckets if all(bucket.absent)]
         own = {s.parameter for bucket in lacking for s in bucket.kept}

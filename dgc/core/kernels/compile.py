@@ -88,7 +88,8 @@ def _is_private(folder: Path, *, may_be_sticky: bool) -> bool:
 
     With ``may_be_sticky`` others may add files, as in /tmp, if they cannot rename or delete other users' files.
     """
-    # Another user may have made the folder of the kernels as a link. A parent may be the user's own link.
+    # The kernels' own folder must not be a symbolic link, because another user may have made it. A parent directory may
+    # be a symbolic link that the user made.
     status = folder.stat(follow_symlinks=may_be_sticky)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.getuid(), 0):
         return False

@@ -216,8 +216,9 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             states[r] = load_state(self._path(prefix, r))
             if states[r].get(ITERATIONS) != self._iterations():
                 raise LayoutError(
-                    f"{self._path(prefix, r)} is of {states[r].get(ITERATIONS)} iterations, the model of "
-                    f"{self._iterations()}; put files there that all {old} ranks saved at the same time"
+                    f"{self._path(prefix, r)} was saved at iteration {states[r].get(ITERATIONS)}, but the model is at "
+                    f"iteration {self._iterations()}; replace it with the file that was saved together with those of "
+                    f"all {old} ranks"
                 )
         return states, ""
 

@@ -105,9 +105,9 @@ def DGCMomentum(
         TF_USE_LEGACY_KERAS=1, else to Keras 3.
 
     Raises:
-        ArgumentError: (an AssertionError) Paddle has an assertion about it: the learning rate or momentum is missing,
-            ``rampup_begin_step`` is negative, the clipping norm is no float, ``num_trainers`` is missing for it or is
-            not the number of ranks, the regulariser is of another kind.
+        ArgumentError: (an AssertionError, as in Paddle) the learning rate or momentum is missing; ``rampup_begin_step``
+            is negative; the clipping norm is not a float; with a clipping norm, ``num_trainers`` is missing or is not
+            the number of ranks; or the regulariser is of a wrong type.
         ConfigError: (a ValueError) another option is out of range.
         TypeError: ``rampup_begin_step`` is missing, or an option is unknown.
 
