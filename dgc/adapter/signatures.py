@@ -315,8 +315,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            means: The entries that share a pair of means: those of a "column" or "row" of the matrix (first dimension x
-                all others), or of the "tensor".
+            means: Which entries share a pair of means: those of a "column" or a "row" of the matrix (first dimension x
+                all others), or those of the whole "tensor".
             **options: those of :class:`FeedbackOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum``
                 is 0.0.
 
@@ -348,8 +348,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            bits: 2, 4 or 8: s = 1, 7 or 127 levels of either sign.
-            bucket_size: Elements that share a norm (the paper's bucket).
+            bits: 2, 4 or 8 bits: s = 1, 7 or 127 levels of each sign.
+            bucket_size: The number of elements that share a norm (the paper's bucket).
             norm: "l2" as in the paper's analysis, or "max" as in its experiments, which gives less variance and fewer
                 zeros.
             seed: Seed of the random numbers. These also depend on rank, step and tensor.
@@ -371,10 +371,10 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Ternary gradients: -1, 0 or 1 times one scale per tensor, at random, without error feedback.
 
-        Each tensor is clipped at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. Then ``s = max|g|`` of all
-        ranks ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b``, where b is 1
-        with the probability ``|g| / s``. So q equals the clipped gradient on average. A byte holds five entries, 1.6
-        bits each; a tensor takes one float.
+        Each tensor is clipped at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. After that, ``s = max|g|``
+        over all ranks ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b``, where b
+        is 1 with the probability ``|g| / s``, else 0. So q equals the clipped gradient on average. A byte holds five
+        entries of 1.6 bits; a tensor takes one float.
 
         Departures: a byte holds five entries instead of four. The option ``exclude`` names the layers that are left
         out.
@@ -382,7 +382,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            clip_factor: Entries are clipped at this many standard deviations of their tensor; None: not at all.
+            clip_factor: Entries are clipped at this many standard deviations of their tensor; None: they are not
+                clipped.
             seed: Seed of the random numbers. These also depend on rank, step and tensor.
             **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 
@@ -413,7 +414,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            bits: k, 1 to 8. In the paper, fewer than 4 bits hurt accuracy.
+            bits: k, from 1 to 8. In the paper, accuracy suffers below 4 bits.
             seed: Seed of the random numbers. These also depend on rank, step and tensor.
             **options: those of :class:`CommonOptions`, explained at :meth:`dgc`; ``small`` is "float32".
 

@@ -1,8 +1,8 @@
 """Adopt SGD's momentum and decay, or the first moment of Adam-like optimizers: the compressor applies them instead.
 
-The user changes neither the optimizer's line nor its groups. The compressor reads the groups at the beginning of every
-step, so it follows a scheduler, a loaded state or a value set by hand. While the optimizer updates the parameters, the
-groups hold 0, so that nothing is applied twice. SGD's ``momentum_buffer`` becomes the compressor's u.
+The script builds its optimizer as before. The compressor reads the groups at the beginning of every step, so it follows
+a scheduler, a loaded state or a value set by hand. While the optimizer updates the parameters, the groups hold 0, so
+that nothing is applied twice. SGD's ``momentum_buffer`` becomes the compressor's u.
 
 Adam's second moment must see gradients, not their running mean. ``beta1`` is therefore adopted in the first step that
 selects entries; in the steps before, Adam applies it itself. ``exp_avg`` then becomes u, with its bias corrected. See
@@ -43,13 +43,13 @@ _DECAY_LEFT = (
     "applies: it is weaker than in torch.optim.SGD, a tenth at momentum 0.9. Give weight_decay= to the compressor, and "
     "0 to {0}"
 )
-# Packages whose step(), for SGD or for a wrapper of it, is known to do nothing else with gradients.
+# Packages whose SGD, or whose wrapper of one, is known to do nothing else with gradients in its step().
 _KNOWN_STEPS = ("torch", "horovod", "dgc")
 
 _VARIANTS = {"dampening": "set dampening=0", "maximize": "minimise the negative loss"}
 _READ = ("momentum", "weight_decay", "nesterov", *_VARIANTS)
 
-# Those parameters of a group that the compressor exchanges, each with its index.
+# The parameters of a group that the compressor exchanges, each with its index.
 Members = list[tuple[torch.Tensor, int]]
 
 
@@ -72,8 +72,8 @@ class Adoption:
     ) -> None:
         """Read the optimizer's groups, and change nothing in them.
 
-        Options of ``config`` that are not None are used instead of the optimizer's. The u of ``exchange`` receives the
-        momentum. If ``exchange`` selects no entries of a group, the group keeps its beta1.
+        Options of ``config`` that are not None replace the optimizer's. The momentum goes into the u of ``exchange``.
+        If ``exchange`` selects no entries of a group, the group keeps its beta1.
 
         Raises:
             ConfigError: momentum or weight decay is set in ``config`` and in the optimizer, or the optimizer has
@@ -88,18 +88,18 @@ class Adoption:
         plain = not has_own_step(optimizer)
         self._averages = plain and config.momentum is None and has_moments(optimizer)
         self.active = self._averages or (plain and config.momentum is None and is_sgd(optimizer))
-        # SGD adds its decay before the momentum, so it is adopted wherever the compressor corrects momentum.
+        # SGD adds its decay before the momentum, so the decay is adopted wherever the compressor corrects momentum.
         adopts_decay = plain and is_sgd(optimizer) and (self.active or bool(config.momentum))
         own = ("betas",) if self._averages else ("momentum", "nesterov") if self.active else ()
         decay = ("weight_decay",) if adopts_decay and config.weight_decay is None else ()
         self.options: tuple[str, ...] = (*own, *decay)
         self._adopted: set[int] = set()  # parameters with an option that is adopted, or will be
         self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: its content, and our part of it
-        self._seen: list[float] = []  # of the groups' options, when they were read
+        self._seen: list[float] = []  # the values of the groups' options when they were last read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
         self._settled: dict[int, float] = {}  # id of a group: the beta1 for which its means need no correction now
         self._step = 0
-        self._steps: int | None = None  # since the first selection; None before it
+        self._steps: int | None = None  # the number of steps since the first selection; None before it
         if optimizer is not None:
             self.read(optimizer)
             name, groups = updating_class(optimizer).__name__, optimizer.param_groups
@@ -117,10 +117,10 @@ class Adoption:
                 warn_of_first_moment(name, first, config.momentum)
 
     def read(self, optimizer: torch.optim.Optimizer, step: int | None = None, *, anew: bool = False) -> None:
-        """Read the options of the optimizer's groups, which must not be hidden. Errors are those of the constructor.
+        """Read the options of the optimizer's groups, which must not be hidden. Raises the constructor's errors.
 
         Args:
-            optimizer: the one that steps the parameters.
+            optimizer: the optimizer that steps the parameters.
             step: the number of the step that begins. None at construction, when no first moment is adopted yet.
             anew: whether a state was loaded into the optimizer or the compressor since the last step.
         """
@@ -134,7 +134,7 @@ class Adoption:
         seen = [float(sgd)]
         for group, _ in groups:
             for option in _READ:
-                seen.append(float(group.get(option) or 0))  # no comprehension, which would cost another call
+                seen.append(float(group.get(option) or 0))  # a comprehension would cost another call
         if seen != self._seen:
             self._seen = []  # in case the next line raises
             for group, ours in groups:
@@ -155,7 +155,7 @@ class Adoption:
     def hide(self, optimizer: torch.optim.Optimizer, options: Sequence[str] | None = None) -> None:
         """Set adopted options to 0 in the groups until :meth:`show`, so that the optimizer does not apply them, too.
 
-        ``options`` names the ones to hide; None hides all that were adopted.
+        ``options`` names the options to hide; None hides all adopted ones.
         """
         for group, ours in self._groups(optimizer):
             _, own = self._hidden.setdefault(id(group), (group, {}))
@@ -186,7 +186,7 @@ class Adoption:
                 self.hide(optimizer)
 
     def show(self) -> None:
-        """Undo :meth:`hide`, except for options that were set in the groups after it."""
+        """Undo :meth:`hide`, except for options that were set in the groups since then."""
         hidden, self._hidden = self._hidden, {}
         for group, own in hidden.values():
             for option, value in own.items():
@@ -194,7 +194,7 @@ class Adoption:
                     group[option] = value
 
     def refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that was not bound, if results contain momentum or decay of the bound one, or will."""
+        """Refuse an optimizer that was not bound, if results contain, or will contain, the bound one's options."""
         hyper = self.hyper
         for _, ours in self._groups(optimizer):
             for _, i in ours:
@@ -211,9 +211,9 @@ class Adoption:
     def absorb(self, optimizer: torch.optim.Optimizer, *, restored: bool) -> bool:
         """Turn the optimizer's momentum into u: SGD's buffers in any step, first moments in the step that adopts them.
 
-        Call it after :meth:`read`. SGD's buffers are removed from its state; first moments stay, and are overwritten.
-        If a state was loaded into the optimizer only (``restored``), u is also set from buffers of zeros, which
-        ``hvd.broadcast_optimizer_state`` makes. Returns whether u got any value other than 0.
+        Call it after :meth:`read`. SGD's buffers are removed from its state. First moments stay there; the optimizer
+        overwrites them. With ``restored``, a state was loaded only into the optimizer. Then u is also set from buffers
+        of zeros, because ``hvd.broadcast_optimizer_state`` makes these. Returns whether u got a value other than 0.
         """
         if not self.active or not optimizer.state:
             return False
@@ -239,9 +239,9 @@ class Adoption:
     def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
         """Return, by parameter, the ``exp_avg`` that :meth:`absorb` would turn into this rank's u.
 
-        A dense run may continue with it. That run divides by the mean of squares, which is small for an entry that was
-        sent seldom or never, so that its first step could move the entry by any distance. ``exp_avg`` is therefore
-        limited, see :func:`_largest_mean`.
+        A dense run may continue with it. That run divides by the mean of squares, which is small if an entry was sent
+        seldom or never. Its first step could then move the entry by any distance. ``exp_avg`` is therefore limited: see
+        :func:`_largest_mean`.
         """
         saved: dict[torch.Tensor, torch.Tensor] = {}
         for group, ours in self._groups(optimizer) if self._averages else ():
@@ -257,7 +257,7 @@ class Adoption:
         return saved
 
     def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
-        """Delete empty entries of the optimizer's state, which Horovod would treat as a state."""
+        """Delete empty entries of the optimizer's state, because Horovod would take them for a state."""
         if not optimizer.state:
             return
         for _, ours in self._groups(optimizer):
@@ -268,7 +268,7 @@ class Adoption:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], Members]]:
-        """List the groups that hold parameters of the compressor. A group's list is searched when it has changed."""
+        """List the groups that hold parameters of the compressor. A group is searched again if its list has changed."""
         groups = []
         for group in optimizer.param_groups:
             parameters = group["params"]
@@ -284,7 +284,7 @@ class Adoption:
         return groups
 
     def _has_moment(self, ours: Members) -> bool:
-        """Return whether the compressor has adopted a group's first moment, always for all its parameters or none."""
+        """Return whether the compressor has adopted a group's first moment: for all of its parameters, or for none."""
         return self._steps is not None and self._will_have_moment(ours)
 
     def _will_have_moment(self, ours: Members) -> bool:
@@ -380,8 +380,7 @@ def has_moments(optimizer: torch.optim.Optimizer | None) -> bool:
 def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
     """Return whether an optimizer divides gradients by a running mean, or takes their sign.
 
-    The step of an entry is then not proportional to its gradient. Classes outside of torch are recognised by their
-    betas.
+    Its steps are then not proportional to gradients. Classes outside of torch are recognised by their betas.
     """
     others = (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop)
     groups = [] if optimizer is None else optimizer.param_groups
@@ -412,7 +411,7 @@ def updating_class(optimizer: torch.optim.Optimizer | None) -> type:
 
 
 def users_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the user's class of an optimizer, without the subclass that Horovod makes of it."""
+    """Return the class that the user gave an optimizer, not the subclass that Horovod derives from it."""
     return next(cls for cls in type(optimizer).__mro__ if "skip_synchronize" not in vars(cls))
 
 

@@ -6,8 +6,8 @@ have other names, so that a folder can hold both. Each file is written under ano
 ranks' files are complete before the main file names their token. So a job that dies while it saves leaves the previous
 checkpoint intact.
 
-Other libraries save checkpoints in two ways. If one rank writes, it gets every rank's state from
-:func:`gathered_states`. For ``torch.distributed.checkpoint``, where every rank writes, there is :class:`RankState`.
+Other libraries save checkpoints in one of two ways. If one rank writes, it gets every rank's state from
+:func:`gathered_states`. In ``torch.distributed.checkpoint`` every rank writes; :class:`RankState` is for that.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class RankState:
     """A ``Stateful`` of ``torch.distributed.checkpoint`` that saves every rank's own residuals, momentum and step.
 
     Give it to ``save`` and ``load`` instead of the compressor. ``torch.distributed.checkpoint`` saves a value only once
-    if it has the same name on all ranks. So each rank's state, as bytes, has a name of its own.
+    if it has the same name on all ranks. So each rank's state, as bytes, gets a different name.
     """
 
     def __init__(self, compression: DGCCompressor) -> None:
@@ -156,7 +156,7 @@ class RankState:
         self._name = f"rank{dist.get_rank()}-of-{dist.get_world_size()}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state under a name of its own.
+        """Return this rank's state, under a name that no other rank uses.
 
         Raises:
             LayoutError: it was called in the middle of a step, or after a failed one.
@@ -167,7 +167,7 @@ class RankState:
         """Continue from a result of :meth:`state_dict`. Call it on all ranks.
 
         Raises:
-            KeyError: it was saved by another number of ranks.
+            KeyError: it was saved by a different number of ranks.
             LayoutError: it belongs to another rank or model.
         """
         self._compression.load_state_dict(unpacked(state_dict[self._name]))
@@ -192,7 +192,7 @@ def load_gathered(compression: DGCCompressor, saved: dict[str, Any]) -> None:
     """Load rank 0's result of :func:`gathered_states`, on any number of ranks. {} loads nothing. Collective.
 
     Raises:
-        LayoutError: ``saved`` is no such result, or does not fit. No rank's state is changed then.
+        LayoutError: ``saved`` is no such result, or does not fit. In this case, no rank's state is changed.
     """
     engine = compression.engine
     rank, size = (0, 1) if engine is None else (engine.transport.rank, engine.transport.size)
@@ -251,7 +251,7 @@ def load_for_trainer(folder: Path, compression: DGCCompressor) -> None:
 
 
 def _transport(model: torch.nn.Module, compression: DGCCompressor, what: str) -> Transport:
-    """Return the transport of the exchange, or one for this process only. Asks no other rank."""
+    """Return the transport of the exchange, or one for this process only. Not collective."""
     if any(map(is_sharded, model.parameters())):
         raise ConfigError(
             f"{what} does not support sharded parameters: give model, optimizer and "
@@ -307,7 +307,7 @@ def _save(
         check: raises an error if this rank cannot save.
     """
     if compression.engine is not None:
-        # Asked on this rank only: if its step has failed, the others may be in the next step.
+        # Check this on this rank only: if its step has failed, the others may be in the next step.
         compression.engine.require_between_steps("save_checkpoint()", whole=True)
     if not compression.takes_part:
         return
@@ -361,7 +361,7 @@ def _delete_others(main: Path, token: str, rank: int, size: int) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file if that is possible; the new checkpoint is complete even if it stays."""
+    """Delete a file if that is possible; the new checkpoint is complete even if the file stays."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -382,7 +382,7 @@ def _write(path: Path, content: object, token: str) -> None:
             try:
                 torch.save(content, file)
             except RuntimeError:
-                file.flush()  # raises the reason, because the rest is still in the buffer
+                file.flush()  # this raises the actual error, because data is still in the buffer
                 raise
 
     write_whole(path, path.with_name(f"{path.name}.{token}.partial"), write)
@@ -402,7 +402,7 @@ def _checksums() -> Iterator[None]:
 
 
 def _require_loadable(extra: object) -> None:
-    """Refuse objects that ``load_checkpoint`` would refuse later, because it runs no code from a file."""
+    """Refuse objects that ``load_checkpoint`` would refuse later: loading runs no code from a file."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     buffer.seek(0)
@@ -454,7 +454,7 @@ def _token_and_size_in(main: Path) -> tuple[str, int]:
 
 
 def _names_files(content: object) -> bool:
-    """Return whether a main file holds a number of ranks and a token, which must be safe as a part of paths."""
+    """Return whether a main file holds a number of ranks, and a token that is safe as a part of paths."""
     if not isinstance(content, dict):
         return False
     size, token = content.get("size"), content.get("token")
@@ -522,7 +522,7 @@ def _read_states(main: Path, token: str, old: int, transport: Transport, resize:
 
 
 def _why_refused(file: Path | BinaryIO, error: Exception) -> str:
-    """Return why ``torch.load`` did not load a file, without its advice to run code from the file."""
+    """Return why ``torch.load`` did not load a file, without torch's advice to run code from the file."""
     if not isinstance(error, pickle.UnpicklingError):
         return str(error).splitlines()[0]
     try:

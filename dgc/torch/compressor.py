@@ -66,7 +66,7 @@ class DGCCompressor(HorovodCompressor):
             named_parameters: (name, parameter) pairs, at least those of the optimizer.
             optimizer: the optimizer. Its parameters with ``requires_grad`` form the layout, and its options are
                 adopted.
-            process_set: the Horovod process set of the exchange; None means that of the option, or all ranks.
+            process_set: the Horovod process set of the exchange; None means the option ``process_set``, or all ranks.
             stock: whether Horovod will build its own optimizer from this one.
 
         Raises:
@@ -133,7 +133,7 @@ class DGCCompressor(HorovodCompressor):
         """Accept a number, a function, or an object with ``get_scale()`` (a GradScaler)."""
         get_scale = getattr(value, "get_scale", None)
         if get_scale is not None and not getattr(value, "is_enabled", lambda: True)():
-            return 1.0  # a script for a GPU runs without one
+            return 1.0  # a script written for a GPU is running without one
         return as_loss_scale(value, "GradScaler") if get_scale is None else partial(read_scale, value)
 
 
@@ -226,7 +226,7 @@ Compression = TorchCompression(HOROVOD)
 
 
 def check_optimizer(optimizer: object, named_parameters: object) -> None:
-    """Refuse an object that is no plain optimizer, and arguments in a wrong order."""
+    """Refuse an object that is not a plain optimizer, and arguments in the wrong order."""
     if isinstance(named_parameters, DGCCompressor):
         raise ConfigError("named_parameters is a compressor; pass it by its name: compression=...")
     if hasattr(optimizer, "skip_synchronize"):

@@ -10,8 +10,8 @@ model.register_comm_hook(state, dgc.ddp.compression_hook)
 DDP calls the hook for each bucket of gradients that the backward pass completes. The call for the last bucket waits for
 the results, so ``.grad`` holds them when ``backward()`` returns, as without the hook.
 
-The callbacks for Hugging Face's Trainer and for Lightning register the hook, and save its state in checkpoints. For
-Accelerate and Fabric use the state that :func:`register` returns. docs/checkpoints.md shows the lines for all four.
+The callbacks for Hugging Face's Trainer and for Lightning register the hook, and save its state in checkpoints. With
+Accelerate and Fabric, use the state that :func:`register` returns. docs/checkpoints.md shows the code for all four.
 """
 
 # No "from __future__ import annotations": DDP compares the hook's annotations with types.
@@ -66,12 +66,12 @@ class CompressionState(Joinable):
 
         Args:
             compression: a compressor of ``dgc.Compression`` that is used nowhere else.
-            optimizer: the one that steps the model. Without it call :meth:`bind` before the first backward pass.
+            optimizer: the optimizer that steps the model. Without it, call :meth:`bind` before the first backward pass.
             named_parameters: ``model.named_parameters()``, for names in messages, logs and ``exclude=``.
             process_group: the process group that DDP was given, if any.
 
         Raises:
-            ConfigError: not a compressor of this framework, or an error of :meth:`bind`.
+            ConfigError: ``compression`` is not a compressor of this framework, or :meth:`bind` raises it.
         """
         super().__init__()
         # Without an optimizer this call is not collective, so no other rank waits for this one.
@@ -83,7 +83,7 @@ class CompressionState(Joinable):
         self.compression = compression
         self._group = process_group
         self._optimizer: torch.optim.Optimizer | None = None
-        self._front_end: DDPFrontEnd | None = None  # None also of one process
+        self._front_end: DDPFrontEnd | None = None  # stays None in a job of one process
         if optimizer is not None:
             self.bind(optimizer)
 
@@ -94,7 +94,7 @@ class CompressionState(Joinable):
             optimizer: a plain optimizer, or Accelerate's, Lightning's or Fabric's wrapper of it.
 
         Raises:
-            ConfigError: not a plain optimizer, or its gradients are exchanged already, or Horovod's ranks are others.
+            ConfigError: this is not a plain optimizer, its gradients are exchanged already, or Horovod's ranks differ.
             LayoutError: ranks disagree about the parameters.
         """
         self.compression.use_job(DistributedJob(self._group))
@@ -110,7 +110,7 @@ class CompressionState(Joinable):
                 )
             _require_same_size()
             named = named_pairs(optimizer, self._named)
-            if not self.compression.is_bound:  # or bind() says so
+            if not self.compression.is_bound:  # otherwise bind() raises the error
                 require_free([p for _, p in named])
         self.compression.bind(named, optimizer)
         self._optimizer = optimizer
@@ -145,7 +145,7 @@ class CompressionState(Joinable):
         and rank; on the others it is empty.
 
         Raises:
-            LayoutError: called within a step, or after a step that failed.
+            LayoutError: it was called within a step, or after a step that failed.
         """
         return gathered_states(self.compression)
 
@@ -155,10 +155,10 @@ class CompressionState(Joinable):
         If the number of ranks has changed, residuals and momentum are distributed so that their mean stays the same.
 
         Raises:
-            LayoutError: the state belongs to another model or op, or is damaged. No rank's state is changed then.
+            LayoutError: the state belongs to another model or op, or is damaged. No rank's state is changed.
 
         Warns:
-            RuntimeWarning: in a single process, which exchanges nothing, what the ranks had not sent yet is dropped.
+            RuntimeWarning: a single process exchanges nothing, so it drops the gradients that the ranks had not sent.
         """
         load_gathered(self.compression, state_dict)
 
@@ -166,7 +166,7 @@ class CompressionState(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Raise an error: ``Join`` asks the first member of its list, and that must be the model.
+        """Raise an error: ``Join`` asks the first member of its list, and the first member must be the model.
 
         Raises:
             ConfigError: always.
@@ -182,7 +182,7 @@ class CompressionState(Joinable):
         """Return the hook by which a rank without data makes the other ranks' updates. It runs after DDP's own hook.
 
         Raises:
-            ConfigError: an option of Join would change what the compressor computes, or there is a GradScaler.
+            ConfigError: an option of ``Join`` would change what the compressor computes, or a GradScaler is in use.
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ConfigError("divide_by_initial_world_size=False: the compressor divides by all ranks; leave it out")
@@ -211,7 +211,7 @@ def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compressi
 
     Args:
         model: a ``DistributedDataParallel``, or a wrapper of one.
-        optimizer: the one that steps the model: plain, or Accelerate's, Lightning's or Fabric's wrapper of it.
+        optimizer: the optimizer that steps the model: plain, or Accelerate's, Lightning's or Fabric's wrapper of it.
         compression: a compressor of ``dgc.Compression`` that is used nowhere else.
 
     Returns:
@@ -219,14 +219,14 @@ def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compressi
         registered, and the optimizer keeps its momentum.
 
     Raises:
-        ConfigError: no DDP model in a job of several processes, or an error of :class:`CompressionState`.
+        ConfigError: a job of several processes has no DDP model, or :class:`CompressionState` raises it.
         LayoutError: ranks disagree about the parameters.
     """
     alone = not (dist.is_initialized() and dist.get_world_size() > 1)
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if not found and alone:
         return CompressionState(compression)
-    if len(found) != 1:  # raised on this rank alone: the process group of the others' DDP is unknown here
+    if len(found) != 1:  # raise on this rank only: the process group of the other ranks' DDP is unknown here
         raise ConfigError(
             f"the model holds {len(found)} DistributedDataParallel modules; wrap it in one, then register"
         )
@@ -264,15 +264,15 @@ def _require_same_size() -> None:
 def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor) -> "transformers.TrainerCallback":
     """Return a callback for ``trainer.add_callback`` that compresses gradients, and saves the state of every rank.
 
-    The state is saved in the folder of each checkpoint. To resume, it is loaded from ``args.resume_from_checkpoint``
-    if that is a folder, else from the folder of the checkpoint's step in ``args.output_dir``.
+    The state is saved in each checkpoint's folder. A resumed training loads it from ``args.resume_from_checkpoint`` if
+    that is a folder, else from the folder in ``args.output_dir`` for the checkpoint's step.
 
     Args:
         trainer: the Trainer of Hugging Face's transformers. Its model must be wrapped in DDP, not FSDP or DeepSpeed.
         compression: a compressor of ``dgc.Compression`` that is used nowhere else.
 
     Warns:
-        RuntimeWarning: (in the first step) the checkpoint comes from a run with a compressor, whose state is missing.
+        RuntimeWarning: (in the first step) the checkpoint comes from a run with a compressor, but lacks its state.
     """
     from transformers import TrainerCallback
 
@@ -308,7 +308,7 @@ def lightning_callback(compression: DGCCompressor) -> "lightning.Callback":
         def on_train_start(self, trainer: "lightning.Trainer", pl_module: "lightning.LightningModule") -> None:
             (optimizer,) = trainer.optimizers
             self.state = register(trainer.strategy.model, optimizer, compression)
-            if self.loaded is not None:  # before there was an optimizer
+            if self.loaded is not None:  # a state was loaded before there was an optimizer
                 self.state.load_state_dict(self.loaded)
                 self.loaded = None
 

@@ -41,15 +41,15 @@ class DDPFrontEnd(FrontEnd):
     rebuild = "wrap the module in a new DistributedDataParallel and register a new compressor"
     averaged = False  # whether gradients were exchanged, and no backward pass has run since
     _warned = False
-    _joined = False  # whether this rank is out of data, and DDP ran the hook on zeros
+    _joined = False  # whether this rank has run out of data and DDP calls the hook with zeros
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(engine)
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
-        self._results: dict[int, torch.Tensor] = {}  # by parameter index, where DDP finds them
+        self._results: dict[int, torch.Tensor] = {}  # by parameter index: the result's place in DDP's bucket
         self._owners: dict[int, int] = {}  # address of a gradient -> parameter index, in the step under way
         self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
-        # The smallest result as a sample that shows a change: its parameter, some values, the scale.
+        # A sample of the smallest result, to notice a change: its parameter, some of its values, the loss scale.
         self._sample: tuple[torch.Tensor, torch.Tensor, LossScale] | None = None
         engine.updates.obstacle = None
         self.drive(optimizer, self._arrived)
@@ -63,7 +63,7 @@ class DDPFrontEnd(FrontEnd):
             self._waiting, self._results = [], {}
             self._owners.clear()
             if not self.begun:
-                # On a rank without data Join runs the hook on zeros, and nothing else clears results.
+                # On a rank without data, Join runs the hook on zeros, and the script does not clear results.
                 self._require_stepped()
                 self._joined = True
                 for p in engine.parameters:
@@ -80,8 +80,8 @@ class DDPFrontEnd(FrontEnd):
                     )
                 )
             if p.grad is not None and self._owners.setdefault(p.grad.data_ptr(), index) != index:
-                # Autograd gives one tensor to both parameters of a.view(s) + b.view(s); DDP would write both results
-                # to it.
+                # For a.view(s) + b.view(s), autograd gives one tensor to both parameters, and DDP would write both
+                # results to it.
                 p.grad = p.grad.clone()
             gradient = _in_strides_of(p, gradient)
             engine.submit(index, gradient, absent=index not in self._used and p.grad is None)
@@ -103,7 +103,7 @@ class DDPFrontEnd(FrontEnd):
         self._waiting = []
 
     def _keep_unused(self, engine: Engine) -> None:
-        """Put the results of parameters that no rank has used into ``.grad``, as DDP drops them."""
+        """Put the results of parameters that this rank has not used into ``.grad``, because DDP drops them."""
         unused = self._results.keys() - self._used - engine.left_alone
         views = bool(unused) and any(_share_memory(engine.parameters[i].grad, self._results[i]) for i in self._used)
         for index in unused:
@@ -114,7 +114,7 @@ class DDPFrontEnd(FrontEnd):
                 p.grad = result if views else result.clone()  # gradient_as_bucket_view=True requires views
 
     def _require_stepped(self) -> None:
-        """Refuse a rank that did not make the others' updates, in which each applies momentum to dense tensors."""
+        """Refuse a rank that did not make the other ranks' updates, which apply momentum to dense tensors."""
         if self._joined and self.averaged and self.engine.adoption.has_velocity:
             wrong = "a rank without data has not followed the updates: use Join([model, state])"
             self.engine.fail(ConfigError(wrong))
@@ -132,7 +132,7 @@ class DDPFrontEnd(FrontEnd):
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""
         if self.averaged and (optimizer := self.owner) is not None:
-            if not self._joined:  # .grad holds gradients that this rank has added up in no_sync() and never exchanged
+            if not self._joined:  # .grad holds gradients that were added up in no_sync() and never exchanged
                 for index, result in self._results.items():
                     self.engine.parameters[index].grad = result.clone()
             optimizer.step()
@@ -176,7 +176,7 @@ class DDPFrontEnd(FrontEnd):
 
 
 def _in_strides_of(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with its parameter's strides, if these leave no gaps: DDP's buckets have this order.
+    """Return a gradient with its parameter's strides, if these leave no gaps: DDP's buckets use this element order.
 
     ``GradBucket.gradients()`` reads each part of the bucket as if it were contiguous.
     """
@@ -190,7 +190,7 @@ def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:
 
 
 def _is_changed(p: torch.Tensor, values: torch.Tensor, scale: LossScale) -> bool:
-    """Return whether a gradient is not the result any more; a GradScaler may have divided it by its scale."""
+    """Return whether a gradient differs from the result, other than by a GradScaler's division by its scale."""
     if p.grad is None:
         return False
     now, divisor = scattered_values(p.grad), scale() if callable(scale) else scale

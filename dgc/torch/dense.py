@@ -46,7 +46,7 @@ def dense_type(compression: object) -> str:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters of one type and device, by index. One collective adds up their gradients."""
+    """Parameters, by index, of one type and device. One collective adds up their gradients."""
 
     members: list[int] = field(default_factory=list)
     nbytes: int = 0
@@ -86,7 +86,7 @@ class DenseEngine:
     """
 
     keeps_sparse = was_broadcast = False
-    by_scaler = True  # perhaps: a GradScaler is looked for in each step
+    by_scaler = True  # a GradScaler may step the optimizer; each step looks for one
     error: DGCError | None = None
 
     def __init__(
@@ -156,13 +156,13 @@ class DenseEngine:
                 self.left_alone.add(i)
             else:
                 gradient.copy_(total.view(gradient.shape))
-        bucket.flat.set_()  # frees its memory, to which the collective still refers
+        bucket.flat.set_()  # free its memory, although the collective still refers to the tensor
         if not bucket.flat.is_cuda:
             _LATEST.append(bucket.work)
         bucket.work = bucket.flat = None
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
-        """Raise an error, on this rank alone."""
+        """Raise an error on this rank only."""
         raise error
 
     def hands_back(self) -> bool:

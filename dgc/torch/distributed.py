@@ -28,7 +28,7 @@ from dgc.transport.library import LibraryTransport
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-UNNAMED = "allreduce.noname"  # the beginning of names that Horovod gives to unnamed parameters
+UNNAMED = "allreduce.noname"  # the names that Horovod gives to unnamed parameters begin so
 
 _EXIT_PATIENCE = 5.0  # seconds that a process waits for a running collective before it ends
 
@@ -116,9 +116,9 @@ class DistributedJob(Job):
             transport.close()
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to overwrite each tensor of (name, root, tensor) with that of rank ``root``; call the result to wait.
+        """For each (name, root, tensor), begin to overwrite the tensor with that of rank ``root``.
 
-        Collective; it uses the job's own group.
+        Returns a function that waits for the end. Collective; it uses the job's own group.
         """
         ranks = self.ranks()
         pending: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
@@ -146,7 +146,7 @@ TorchJob: TypeAlias = TorchHorovod | DistributedJob
 
 
 def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> None:
-    """Refuse FSDP2's parameters unless all are sharded, and between other ranks than those that exchange.
+    """Refuse FSDP2's parameters unless all are sharded, and none of them among ranks that exchange with each other.
 
     If the shards' mesh has only one rank, other parameters need not be sharded.
     """
@@ -172,7 +172,7 @@ def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> N
             )
 
 
-# All DDP models. Torch keeps no list of them, and they leave no mark on a parameter.
+# All DDP models. Torch keeps no list of them, and a parameter does not show that it belongs to one.
 _ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
@@ -185,7 +185,7 @@ register_module_module_registration_hook(_remember_ddp)
 
 
 def ddp_over(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
-    """Return the DDP models that hold some of these parameters, if built after this module was imported."""
+    """Return the DDP models that hold some of these parameters and were built after the import of this module."""
     ids = {id(p) for p in parameters}
     return [ddp for ddp in list(_ddps) if not ids.isdisjoint(map(id, ddp.parameters()))]
 
@@ -214,7 +214,7 @@ def require_dense(job: TorchHorovod) -> None:
 
 
 class DistributedTransport(LibraryTransport):
-    """A transport over a new Gloo group, because the exchange must not share a group with DDP, FSDP and the script.
+    """A transport over a new Gloo group: the exchange must not share a group with DDP, FSDP or the script.
 
     It is defined here, because :mod:`dgc.transport` imports no framework.
     """
@@ -227,7 +227,7 @@ class DistributedTransport(LibraryTransport):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         # dist.new_group() is not used. It names a new group after the number of the rank's groups. This number may
         # differ between ranks, and repeats after a group was destroyed; both would hang.
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # older PyTorch takes no None
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # older PyTorch does not accept None
         name, store = f"dgc/{ranks}", dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"{name}/{store.add(f'{name} made by {rank}', 1)}", store)
         self._group = _Group(dist.ProcessGroupGloo(store, rank, size, _timeout_of(group)))
@@ -287,8 +287,8 @@ class _Group:
     """A Gloo group that ends before the interpreter does.
 
     Gloo's threads take the GIL to release tensors, some time after ``wait()``. If the interpreter is ending, this
-    aborts the process ("terminate called without an active exception"). So the group is dropped before, and its
-    destructor joins the threads. A thread that still waits for another rank at that time is parked for ever with all
+    aborts the process ("terminate called without an active exception"). So the group is dropped before that, and its
+    destructor joins the threads. A thread that is still waiting for another rank by then is parked for ever, with all
     its objects, because its return from ``wait()`` would take the GIL, too.
     """
 
@@ -345,7 +345,7 @@ def broadcast_parameters(
 
     Args:
         parameters: ``model.state_dict()``, which also holds buffers, or (name, tensor) pairs.
-        root_rank: the rank in the group that sends its values; of sharded tensors it sends its shards.
+        root_rank: the rank in the group that sends its values; if a tensor is sharded, it sends its shard.
         group: a process group; None means all ranks.
 
     Raises:

@@ -97,13 +97,13 @@ class TorchState(hvd.elastic.TorchState):
 
     def sync(self) -> None:
         """Broadcast everything but the compressor's state, which :meth:`begin` loads."""
-        # Horovod does not send the options of an optimizer without state, and sends others in float32. It steps an
-        # optimizer without state, to create one.
+        # If an optimizer has no state, Horovod does not send its options, and steps it to create a state. Options of
+        # other optimizers are sent in float32.
         groups = self.optimizer.param_groups
         own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         options = unpacked(broadcast_packed(HOROVOD, packed(own, "an optimizer's group"), 0))
         for group in groups:
-            group["weight_decay"] = 0.0  # else SGD's new buffers would hold it
+            group["weight_decay"] = 0.0  # otherwise SGD's new buffers would contain decay
         with _parameters_kept(self.optimizer):
             super().sync()
         for group, came in zip(groups, options, strict=True):
@@ -114,13 +114,13 @@ class TorchState(hvd.elastic.TorchState):
     @override
     def save(self) -> None:
         super().save()
-        if self.compression is not None:  # one process has no residuals, and must drop those committed before
+        if self.compression is not None:  # one process keeps no residuals, and must drop those committed earlier
             self._committed = None if self.compression.engine is None else self.compression.state_dict()
 
 
 @contextlib.contextmanager
 def _parameters_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo what steps inside do to the parameters: decay moves them where all gradients are 0."""
+    """Undo what steps in the ``with`` block do to the parameters: decay moves them even if all gradients are 0."""
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(*_: object) -> None:
@@ -157,7 +157,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) -> list[Any]:
-    """Return the states of the old ranks, with zeros for ranks that left, from which ``resized`` makes this rank's.
+    """Return the old ranks' states, with zeros for ranks that left. ``resized`` makes this rank's state from them.
 
     Collective. Entries that this rank does not need are None. A rank whose last committed step differs from rank 0's
     counts as one that left. The list is empty if rank 0 has committed nothing.
@@ -171,7 +171,7 @@ def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) 
     _warn_of_lost([r for r in range(old_size) if r not in holders], old_size, step, rank)
 
     def sources(receiver: int) -> set[int]:
-        """Return the ranks whose states ``receiver`` needs. If it needs none, it gets rank 0's as a model."""
+        """Return the ranks whose states ``receiver`` needs. If it needs none, it gets rank 0's as a template."""
         found = {holders[r] for r in old_ranks_of(receiver, old_size, size) if r in holders}
         return found - {receiver} if receiver in holders.values() else found or {0}
 

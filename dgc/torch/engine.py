@@ -35,7 +35,7 @@ from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samp
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
-# Kept short: the small message that tells the other ranks of it holds about 200 characters.
+# These texts are short, because the small message that tells them to other ranks holds about 200 characters.
 _VELOCITY = (
     "call optimizer.zero_grad() after each step(): .grad still holds results with the compressor's momentum or decay. "
     "To add up gradients use backward_passes_per_step, no_sync() (DDP), or momentum=0 in the compressor"
@@ -44,7 +44,7 @@ _UNWRITTEN = (
     "call optimizer.zero_grad() after each step(), or give the compressor sparse_updates=False: .grad still holds "
     "results, but not of all tensors"
 )
-_LOOKED_AT = 2**20  # elements; results that a script has not cleared are in the smallest tensors, too
+_LOOKED_AT = 2**20  # elements to check: if a script has not cleared results, the smallest tensors hold some, too
 
 
 class Engine(EngineBase):
@@ -58,8 +58,8 @@ class Engine(EngineBase):
         decays_by_sign: indices of parameters whose decay is by sign (L1).
         excluded: indices of parameters that the option ``exclude`` names. They are sent dense.
         is_scaled: whether the scale of a GradScaler is known.
-        by_scaler: whether a GradScaler steps the optimizer, and its scale is not known; None before the first step.
-        left_alone: parameters for which no rank had a gradient in the latest step. They are not changed, as with DDP's
+        by_scaler: whether a GradScaler of unknown scale steps the optimizer; None before the first step.
+        left_alone: parameters for which no rank had a gradient in the latest step. They do not change, as with DDP's
             find_unused_parameters.
         joins: flags of :class:`~dgc.core.message.Flags` while this rank takes part without data.
         on_step_begin: called before the first gradient of each step is submitted, if set.
@@ -87,8 +87,8 @@ class Engine(EngineBase):
         self.on_step_begin: Callable[[], None] | None = None
         self.left_alone: set[int] = set()
         self.joins = 0
-        self._options: StepOptions | None = None  # of the step that has begun, until its first gradient comes
-        self._pending: dict[int, Result | None] = {}  # of this step's gradients; None if there is nothing to copy
+        self._options: StepOptions | None = None  # options of the step that has begun, until its first gradient comes
+        self._pending: dict[int, Result | None] = {}  # results of this step's gradients; None: there is nothing to copy
         self._replicas_compared = self._results_compared = False
         self._delivered = False  # whether .grad may hold the latest step's results
         self._update_follows = False  # whether the optimizer uses the results before the script can see them
@@ -97,7 +97,7 @@ class Engine(EngineBase):
         self.is_scaled = callable(loss_scale) or loss_scale != 1.0
         self.by_scaler: bool | None = False if self.is_scaled else None
         self._opened = False  # whether this rank takes part in a step
-        self._untold = False  # whether the other ranks will hear of the error in the next step
+        self._untold = False  # whether the other ranks do not know of the error until the next step
 
         def build() -> Layout:
             pairs = named() if callable(named) else named
@@ -142,8 +142,8 @@ class Engine(EngineBase):
         """Submit a gradient of the parameter's shape, or zeros if it is ``absent`` on this rank.
 
         Returns:
-            A tensor that holds the result after :meth:`finish`, mostly ``gradient`` itself. Of a sharded gradient, the
-            shard.
+            A tensor that holds the result after :meth:`finish`, mostly ``gradient`` itself. For a sharded gradient,
+            this rank's shard.
         """
         if not self._opened:
             self.begin()
@@ -199,7 +199,7 @@ class Engine(EngineBase):
             self.error, self._opened = unraised(error), False
             raise
         finally:
-            # Before this line the kernels may still write to memory that they were given.
+            # Until this call the kernels may still write to the memory that they were given.
             self._tensors.release()
         self._deliver()
 
@@ -225,7 +225,7 @@ class Engine(EngineBase):
         return through
 
     def _open(self) -> DGCError | None:
-        """Prepare for the first gradient of a step. Returns an error if this rank cannot take part in the step."""
+        """Prepare for the first gradient of a step. Return an error if this rank cannot take part in the step."""
         error: DGCError | None = None
         if self._untold:
             error = self.error  # the other ranks begin this step without it
@@ -288,7 +288,7 @@ class Engine(EngineBase):
             self._tell_observers()
 
     def _fail_with(self, error: DGCError) -> None:
-        """Keep an error that the exchange has raised, and that ends the step."""
+        """Store an error that the exchange has raised and that ends the step."""
         self.error, self._opened = unraised(error), False
         self._tensors.release()
         self._untold = self.exchange.latest.failure_pending
@@ -308,12 +308,12 @@ class Engine(EngineBase):
         return self.saved.pending.broadcast
 
     def hide_decay(self, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Hide the decay in a step that only makes a state of zeros. Returns the parameters, each with a copy."""
+        """Hide the decay in a step that only makes a state of zeros. Return each parameter with a copy of it."""
         self.adoption.hide(optimizer, ("weight_decay",))
         return [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
 
     def made_state(self) -> None:
-        """Note that torch's distributed checkpoints had the optimizer make its state."""
+        """Note that torch's distributed checkpoints have made the optimizer create its state."""
         self.saved.made_state()
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -342,9 +342,9 @@ class Engine(EngineBase):
     def refuse_results(self, index: int | None = None) -> None:
         """Refuse, on all ranks, to exchange results of the latest step as gradients.
 
-        Call it when a backward pass has added to the first gradient of a step, the gradient of parameter ``index``; or,
-        with None, if a step begins without a gradient. Results that contain neither momentum nor decay are exchanged
-        like gradients, as in dense training.
+        Call it when a backward pass has added to the first gradient of a step, that of parameter ``index``. If a step
+        begins without a gradient, call it with None. Results that contain neither momentum nor decay are exchanged like
+        gradients, as in dense training.
         """
         if not (self._delivered and (self.adoption.has_velocity or self.updates.applied)):
             return
@@ -364,7 +364,7 @@ class Engine(EngineBase):
     def hands_back(self, once: bool = False) -> bool:
         """Return whether another ``synchronize()`` returns the latest results. If so, the ranks compare them.
 
-        With ``once`` they compare them only once in a step, as Horovod's optimizer asks for each gradient.
+        With ``once`` they compare only once in a step, because Horovod's optimizer asks for each gradient.
         """
         if self.error is not None or self.is_open:
             return False
@@ -415,7 +415,7 @@ class Engine(EngineBase):
     def _clear(self) -> None:
         self._pending.clear()
         self.error, self._untold, self._opened, self._delivered = None, False, False, False
-        self.saved.forget()  # some ranks may have failed before they asked each other, others after it
+        self.saved.forget()  # some ranks may have failed before the collective in saved.change(), others after it
         self._replicas_compared = self._results_compared = False
 
     @override

@@ -52,8 +52,9 @@ class Update:
 
     Attributes:
         by_closure: whether a closure computes the gradients inside ``step()``.
-        names_closure: whether it was called as ``step(closure=None)``.
-        has_results: whether the gradients are exchanged. If a ``step()`` calls ``super().step()``, the hooks run twice.
+        names_closure: whether ``step`` was called as ``step(closure=None)``.
+        has_results: whether the gradients are exchanged already. If ``step()`` calls ``super().step()``, hooks run
+            twice.
         unmoved: parameters that this ``step()`` must not move, and copies of them.
     """
 
@@ -69,10 +70,10 @@ class FrontEnd:
     Attributes:
         engine: an :class:`~dgc.torch.engine.Engine`, which refers to its front end, or a
             :class:`~dgc.torch.dense.DenseEngine`.
-        update: the owner's ``step()`` that runs now.
+        update: the owner's ``step()`` that is running; None if none is.
         drives: whether this object submits gradients.
         holds: whether gradients are checked once more before the last bucket is sent.
-        begun: whether a backward pass has run for a step that was not exchanged yet.
+        begun: whether a backward pass has run for a step that is not exchanged yet.
         exclusive: whether wrapping another optimizer over the same parameters is an error.
         rebuild: what the script has to do after parameters were added or unfrozen.
     """
@@ -85,8 +86,8 @@ class FrontEnd:
     _unhook: Callable[[], object] | None = None  # removes the hooks of :meth:`drive`
 
     def __init__(self, engine: Any) -> None:
-        # Two global hooks serve all front ends, and are never removed. If they were removed when a front end is
-        # garbage-collected, that could happen inside the loop in which torch calls them.
+        # Two global hooks serve all front ends, and are never removed. Removing them when a front end is
+        # garbage-collected could happen inside the loop in which torch calls them.
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
             _hooks.append(register_optimizer_step_post_hook(end_update))
@@ -98,7 +99,7 @@ class FrontEnd:
     # -- each front end has its own ----------------------------------------------------------------------------------
 
     def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for the results, which ``step()`` needs now, or check that they are there."""
+        """Wait for the results, because ``step()`` needs them now; or check that they are there."""
 
     def end_exchange_of_closure(self) -> None:
         """Get the results of the gradients that the closure of a ``step()`` has computed."""
@@ -107,7 +108,7 @@ class FrontEnd:
         """Note that ``step()`` has used the results."""
 
     def begin_anew(self) -> None:
-        """Expect the first backward pass of a step, as a state was loaded into the optimizer."""
+        """Expect the first backward pass of a step, because a state was loaded into the optimizer."""
 
     def give_up(self) -> None:
         """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
@@ -121,13 +122,13 @@ class FrontEnd:
 
     def drive(self, optimizer: torch.optim.Optimizer, arrived: Callable[[int, torch.Tensor], None]) -> None:
         """Call ``arrived`` with the index of each gradient that a backward pass has added to."""
-        # If a script has replaced a class's step(), this is the public way to add torch's hooks to it again.
+        # If a script has replaced a class's step(), this is the public way to add torch's hooks to the new one.
         torch.optim.Optimizer.__setstate__(optimizer, {})
         self.engine.follow(self)
         self.own(optimizer)
         parameters = enumerate(self.engine.parameters)
         hooks: list[Any] = [p.register_post_accumulate_grad_hook(weakly(arrived, i)) for i, p in parameters]
-        if len(hooks) == 1:  # no other gradient shows whether .grad was cleared
+        if len(hooks) == 1:  # there is no other gradient that shows whether .grad was cleared
             hooks.append(self.engine.parameters[0].register_hook(weakly(self._before_only_gradient)))
         self._unhook = unhook = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         unhook.atexit = False
@@ -164,17 +165,17 @@ class FrontEnd:
     def before_step(
         self, optimizer: torch.optim.Optimizer, closure: Closure | None, names_closure: bool
     ) -> Closure | None:
-        """Exchange before an optimizer's ``step()``, or after its closure. Returns the closure to call."""
+        """Exchange before an optimizer's ``step()``, or after its closure. Return the closure to call."""
         if not self.owns(optimizer):
             self._refuse_stranger(optimizer)
             return closure
-        if self.update is not None and self.update.has_results and closure is None:  # it calls super().step()
+        if self.update is not None and self.update.has_results and closure is None:  # step() calls super().step()
             self.begin_update(optimizer)
             return closure
         self.update = update = self.update or Update()
         update.by_closure, update.names_closure = closure is not None, names_closure
         if self.engine.was_broadcast and not self.begun and broadcasting():
-            # Ranks without a state get one in this step, and the root's state will overwrite it. No parameter may move.
+            # Ranks without a state make one in this step; the root's state will overwrite it. No parameter may move.
             update.unmoved = update.unmoved or self.engine.hide_decay(optimizer)
             return closure
         is_first = self.engine.by_scaler is None
@@ -190,12 +191,12 @@ class FrontEnd:
 
     def _refuse_stranger(self, optimizer: torch.optim.Optimizer) -> None:
         if self.update is not None or self._replaced or hasattr(optimizer, "skip_synchronize"):
-            return  # it is a part of the owner, or exchanges these gradients itself and does its own checks
+            return  # this optimizer is a part of the owner, or exchanges these gradients itself, with its own checks
         if not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
             self.engine.refuse_another(optimizer)
 
     def _followed(self, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
-        """Return a closure that also exchanges the gradients. The optimizer updates the parameters after it."""
+        """Return a closure that also exchanges the gradients. The optimizer updates the parameters after that."""
 
         @untraced
         def followed() -> Any:
@@ -219,8 +220,8 @@ class FrontEnd:
         """Return whether ``torch.distributed.checkpoint`` has called ``step()`` to initialise the optimizer's state.
 
         It gives all parameters gradients of 0, sets all learning rates to 0 and calls ``step(closure=None)``. An
-        exchange would send entries that are not applied. If only the first two are true of a rank, it trains, and the
-        others wait for it.
+        exchange would send entries that are not applied. If only the gradients and learning rates are 0, this rank is
+        training, and the others wait for it.
         """
         if self.update is None or not self.update.names_closure or set(learning_rates_of(optimizer)) != {0.0}:
             return False
@@ -244,10 +245,10 @@ class FrontEnd:
 
 
 def _end_update_after_errors(optimizer: torch.optim.Optimizer) -> None:
-    """Call :meth:`FrontEnd.after_step` also when ``step()`` raises, for which torch calls no hook.
+    """Call :meth:`FrontEnd.after_step` also when ``step()`` raises an error, because torch calls no hook then.
 
-    Schedulers wrap ``step()`` in the same way. An update is begun and ended by the hooks, not by this wrapper, because
-    a script may call a ``step()`` that it has read from the optimizer before, as Accelerate does.
+    Schedulers wrap ``step()`` in the same way. Other updates are begun and ended by the hooks, not by this wrapper: a
+    script may call a ``step()`` that it has read from the optimizer before the wrapping, as Accelerate does.
     """
     step, living = optimizer.step, weakref.ref(optimizer)
     function = getattr(step, "__func__", lambda _, *args, **kwargs: step(*args, **kwargs))
@@ -269,7 +270,7 @@ def _end_update_after_errors(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], rebuild: str = _REBUILD) -> None:
-    """Refuse gradients of parameters that were frozen or missing when the optimizer was wrapped: they are not averaged.
+    """Refuse gradients of parameters that were frozen or missing at the wrapping, because these are not averaged.
 
     ``rebuild`` tells the user what to do.
     """
@@ -292,7 +293,7 @@ def front_ends(ids: set[int]) -> list[FrontEnd]:
 def require_free(parameters: Sequence[torch.Tensor], *, exclusively: bool = False) -> None:
     """Refuse parameters whose gradients are exchanged already.
 
-    With ``exclusively``, only front ends count whose attribute ``exclusive`` is set.
+    With ``exclusively``, only front ends with the attribute ``exclusive`` count.
     """
     if any(each.exclusive or not exclusively for each in front_ends({id(p) for p in parameters})):
         raise ConfigError(
@@ -302,7 +303,7 @@ def require_free(parameters: Sequence[torch.Tensor], *, exclusively: bool = Fals
 
 
 def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, ...]:
-    """Return the learning rates of an optimizer's groups, except those on a GPU, for which the host would wait."""
+    """Return the learning rates of an optimizer's groups, except those on a GPU, as the host would wait for these."""
     rates = []
     for group in () if optimizer is None else optimizer.param_groups:
         rate = group.get("lr")
@@ -313,7 +314,7 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
 
 @untraced
 def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments for ``step()`` if they change. ``args`` begins with the optimizer."""
+    """Return the new arguments for ``step()``, or None if they stay. ``args`` begins with the optimizer."""
     named = "closure" in kwargs
     closure = given = kwargs["closure"] if named else args[1] if len(args) > 1 else None
     for each in list(_front_ends):

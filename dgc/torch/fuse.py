@@ -61,7 +61,7 @@ def fuse_optimizer(
     Args:
         optimizer: a torch optimizer; Horovod's or dgc's ``DistributedOptimizer`` may have returned it.
         do_flatten: move weights into flat memory. If False, fuse only weights that are next to each other already.
-        check_flatten: warn when parameters have left their flat memory. Only with ``do_flatten``.
+        check_flatten: warn when parameters have left their flat memory. This needs ``do_flatten``.
         elementwise: declare that the class of ``optimizer``, which is not torch's, may be fused. The new value of an
             element may depend only on the element's value, gradient and state, on the options of its group, on the
             loss, and on state that is equal for all elements of a parameter (a step count). It must not depend on a
@@ -73,7 +73,7 @@ def fuse_optimizer(
 
     Raises:
         RuntimeError: the optimizer is fused already.
-        TypeError: it is no torch optimizer.
+        TypeError: it is not a torch optimizer.
         ConfigError: it is Horovod's optimizer with ``op=Adasum``; or ``elementwise=True`` is given for an optimizer of
             torch that does not work element by element.
 
@@ -198,7 +198,7 @@ class _Fused:
         self.elementwise = elementwise
         self._cls, self._do_flatten, self._check_flatten = cls, do_flatten, check_flatten
         self._flats: list[_Flat] = []
-        self._seen: dict[int, Tensor] = {}  # parameters that were flattened or cannot be
+        self._seen: dict[int, Tensor] = {}  # parameters that were flattened, or that cannot be flattened
 
     @torch.no_grad()
     def flatten(self, optimizer: Optimizer) -> None:
@@ -252,7 +252,7 @@ class _Fused:
         try:
             return _plain_step(self._cls)(optimizer, *(() if closure is None else (closure,)))
         finally:
-            # Also after an error: as with a plain step, the updates that were made before the error stay.
+            # Do this after an error, too: as with a plain step, the updates that were made before the error stay.
             optimizer.param_groups = groups
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
             for flat in used:
@@ -263,10 +263,10 @@ class _Fused:
 
 
 class _Held(NamedTuple):
-    """One key of a flat parameter's state: the tensor that the optimizer sees, and the members' shares.
+    """One key of a flat parameter's state: the tensor that the optimizer sees, and the members' shares of it.
 
-    The shares are parts of the tensor, (n,). For a value that each parameter has once, such as Adam's step count, they
-    are parts of ``copies``, (m, ...).
+    The shares are parts of the tensor, (n,). If each parameter has one value, such as Adam's step count, the shares are
+    parts of ``copies``, (m, ...).
     """
 
     shown: Tensor
@@ -282,7 +282,7 @@ class _Flat:
         self.ids = {id(p) for p in members}
         self._offsets = _offsets(members)
         self._places_in_storage = _places_in_storage(members)
-        # This keeps the storage alive, so that no other allocation can get a member's address.
+        # This reference keeps the storage alive, so that no other allocation can get a member's address.
         self.weight = torch.nn.Parameter(_alias(members[0].detach(), 0, torch.empty(self._offsets[-1], device="meta")))
         self.weight.grad = torch.empty_like(self.weight)
         self._gradients = self._parts(self.weight.grad)
@@ -294,7 +294,7 @@ class _Flat:
         return _places_in_storage(self.members) == self._places_in_storage
 
     def split(self) -> list[_Flat]:
-        """Return [self], or parts between parameters without gradients, which are mostly unused for ever."""
+        """Return [self], or the parts between parameters without gradients; such a parameter is mostly never used."""
         runs = itertools.groupby(self.members, key=lambda p: p.grad is None)
         parts = [list(run) for missing, run in runs if not missing]
         if not parts or len(parts[0]) == len(self.members):
@@ -325,7 +325,7 @@ class _Flat:
                 moved.append(i)
         if not moved:
             return True
-        # Horovod calls p.grad.set_(...), which gives the tensor that we have handed out other memory.
+        # Horovod calls p.grad.set_(...), which gives other memory to the tensor that we have handed out.
         if _places_in_storage(self._gradients) != self._gradient_places:
             self._gradients = self._parts(flat)
         targets = [self._gradients[i] for i in moved]
@@ -364,7 +364,10 @@ class _Flat:
         return True
 
     def _held_of(self, values: list[Any]) -> _Held | None:
-        """Copy the members' tensors of one key into new memory; None if they are neither elements nor single values."""
+        """Copy the members' tensors of one key into new memory.
+
+        Return None if they are neither one value for each element nor one value for each parameter.
+        """
         first = values[0]
         for value in values:
             if not isinstance(value, Tensor) or value.layout is not torch.strided or value.requires_grad:
@@ -447,7 +450,7 @@ def _offsets(members: Sequence[Tensor]) -> list[int]:
 
 
 def _alias(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return a tensor with the shape and strides of ``like`` in ``flat``'s memory that is no view for autograd.
+    """Return a tensor with the shape and strides of ``like`` in ``flat``'s memory. For autograd it is no view.
 
     A plain view shares its version counter with its base, and some in-place calls refuse views. Gradients and weights
     that a user sees must behave like ordinary tensors.
@@ -478,7 +481,7 @@ def _owns_its_memory(p: Tensor) -> bool:
 
 
 def _are_adjacent(members: Sequence[Tensor]) -> bool:
-    """Return whether parameters, sorted by address, lie in one storage without gaps. Two storages may touch, too."""
+    """Return whether parameters, sorted by address, lie in one storage without gaps (two storages may be adjacent)."""
     storages = {p.untyped_storage().data_ptr() for p in members}
     ends = [p.data_ptr() + p.nbytes for p in members]
     return len(storages) == 1 and ends[:-1] == [p.data_ptr() for p in members[1:]]

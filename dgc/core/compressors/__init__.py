@@ -69,7 +69,7 @@ def compressor_class(name: str) -> type[Algorithm]:
     """Return the compressor of this name.
 
     Raises:
-        ConfigError: there is none; the message lists all names.
+        ConfigError: there is no such compressor; the message lists all names.
     """
     if not isinstance(name, str) or name not in _BY_NAME:
         raise ConfigError(f"there is no compressor {name!r}; choose one of {', '.join(_BY_NAME)}")

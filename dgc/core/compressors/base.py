@@ -1,6 +1,6 @@
 """The base classes of compressors. A compressor states a few facts, and has methods that turn a bucket into bytes.
 
-Everything else is shared by all compressors: momentum correction, clipping, ramp-up, error feedback, refused steps,
+All compressors share everything else: momentum correction, clipping, ramp-up, error feedback, refused steps,
 transports and adapters. ``docs/add-a-compressor.md`` has a complete example.
 
 Letters: n elements of one tensor, N elements of a bucket's flat space (its padding is 0), P ranks.
@@ -34,7 +34,7 @@ FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a compressor that has only common options."""
+    """The (empty) options of a compressor that has only the common ones."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class StepInfo:
     """The facts that differ between steps or ranks.
 
     Attributes:
-        thresholds: (S, c) float64, numbers of the compressor that a checkpoint contains; NaN at first.
-        shared: for each tensor the largest number that :meth:`Algorithm.prepare` returned on any rank.
+        thresholds: (S, c) float64, numbers that the compressor keeps between steps and that checkpoints contain; NaN
+            at first.
+        shared: for each tensor, the largest number that :meth:`Algorithm.prepare` returned on any rank.
         increment: (N,), the values that this step added to x; only for compressors with ``needs_increment``.
     """
 
@@ -113,14 +114,14 @@ class Algorithm(ABC):
 
     Attributes:
         number: its number in headers: 1 to 127 for this package, 128 to 255 for other compressors.
-        bits: a text about its bits on the wire, for the table of compressors.
+        bits: a text about the bits that it sends, for the table of compressors.
         error_feedback: whether the part of x that a message leaves out stays in a residual.
-        unbiased: whether decoded values equal x on average, by random rounding. It has the option ``seed`` then.
-        sends_entries: whether messages hold selected entries. It has the option ``momentum_masking`` then.
+        unbiased: whether random rounding makes decoded values equal x on average. If so, there is an option ``seed``.
+        sends_entries: whether messages hold selected entries. If so, there is an option ``momentum_masking``.
         scheduled: whether it has the options ``sparsity`` and ``rampup_step``.
         coded: whether it has the options ``indices`` and ``values``.
         needs_increment: whether :meth:`encode` needs ``info.increment``.
-        shares: whether :meth:`prepare` returns numbers whose largest over the ranks :meth:`encode` needs.
+        shares: whether :meth:`encode` needs the largest number over all ranks of those that :meth:`prepare` returns.
         Options: a frozen dataclass of the options that only this compressor has.
     """
 
@@ -162,7 +163,7 @@ class Algorithm(ABC):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Return the defaults that differ from those of ``dgc``. No momentum is taken from the optimizer."""
+        """Return the defaults that differ from those of ``dgc``. Momentum is 0: none is taken from the optimizer."""
         return {"momentum": 0.0, "momentum_masking": False, "sparsity": 0.0, "small": "float32"}
 
     @classmethod
@@ -180,7 +181,7 @@ class Algorithm(ABC):
         return cls.scheduled and density >= 1.0
 
     def has_room_for_all(self, spec: BucketSpec) -> bool:
-        """Return whether a message can hold all entries. Then no entry waits, and momentum is not masked."""
+        """Return whether a message can hold all entries. Then all are sent, and momentum is not masked."""
         return self.sends_all(spec.density)
 
     # -- sizes: the same on every rank -----------------------------------------------------------------------------
@@ -196,7 +197,7 @@ class Algorithm(ABC):
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def prepare(self, x: np.ndarray, spec: BucketSpec) -> np.ndarray:
-        """Return (S,) numbers >= 0, one per tensor. :meth:`encode` gets the largest of all ranks."""
+        """Return (S,) numbers >= 0, one per tensor. :meth:`encode` gets the largest one over all ranks."""
         return np.zeros(len(spec.tensors))
 
     @abstractmethod
@@ -215,9 +216,9 @@ class Algorithm(ABC):
 
     @abstractmethod
     def decode(self, data: np.ndarray, count: int, spec: BucketSpec) -> SparseValues | DenseValues:
-        """Read a message of any rank, also this one. The same bytes must give the same values on every rank.
+        """Read a message of any rank, including this one. The same bytes must give the same values on every rank.
 
-        A compressor always returns the same one of the two types.
+        A compressor returns one of the two types, and always the same one.
 
         Args:
             data: (m,) uint8: the bytes that :meth:`encode` wrote, then zeros.

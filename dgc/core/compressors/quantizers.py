@@ -30,7 +30,7 @@ class Coded(PerTensor):
         return 1
 
     def code_bits(self) -> int:
-        """Return the number of bits in a code, 1 to 8; 0 means that a byte holds five codes of 0, 1 or 2."""
+        """Return the number of bits in a code, 1 to 8; 0 means that a byte holds five codes, each 0, 1 or 2."""
         bits: int = self.options.bits
         return bits
 
@@ -75,8 +75,8 @@ class Coded(PerTensor):
 class OnebitOptions:
     """Options of ``onebit``."""
 
-    # The entries that share a pair of means: those of a "column" or "row" of the matrix (first dimension x all
-    # others), or of the "tensor".
+    # Which entries share a pair of means: those of a "column" or a "row" of the matrix (first dimension x all others),
+    # or those of the whole "tensor".
     means: Literal["column", "row", "tensor"] = "column"
 
     def __post_init__(self) -> None:
@@ -142,9 +142,9 @@ class Onebit(Coded):
 class QsgdOptions:
     """Options of ``qsgd``."""
 
-    # 2, 4 or 8: s = 1, 7 or 127 levels of either sign.
+    # 2, 4 or 8 bits: s = 1, 7 or 127 levels of each sign.
     bits: Literal[2, 4, 8] = 4
-    # Elements that share a norm (the paper's bucket).
+    # The number of elements that share a norm (the paper's bucket).
     bucket_size: int = 512
     # "l2" as in the paper's analysis, or "max" as in its experiments, which gives less variance and fewer zeros.
     norm: Literal["l2", "max"] = "l2"
@@ -190,7 +190,7 @@ class Qsgd(Coded):
     ) -> tuple[np.ndarray, np.ndarray]:
         group = self.options.bucket_size
         exact = np.empty(self.scales(tensor))
-        # At least a group's largest magnitude, which would be cut otherwise.
+        # A scale is at least its group's largest magnitude, because larger magnitudes would be cut off.
         loops.norms(x, group, self.options.norm == "l2", exact)
         norms = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
         codes = np.empty(tensor.n, np.uint8)
@@ -205,7 +205,7 @@ class Qsgd(Coded):
         return out
 
 
-# A deviation below this share of the largest magnitude comes from rounding, and must not be a limit for clipping.
+# A deviation below this share of the largest magnitude is a rounding error, and must not be a limit for clipping.
 CONSTANT = 1e-9
 
 
@@ -213,7 +213,7 @@ CONSTANT = 1e-9
 class TerngradOptions:
     """Options of ``terngrad``."""
 
-    # Entries are clipped at this many standard deviations of their tensor; None: not at all.
+    # Entries are clipped at this many standard deviations of their tensor; None: they are not clipped.
     clip_factor: float | None = 2.5
 
     def __post_init__(self) -> None:
@@ -223,10 +223,10 @@ class TerngradOptions:
 class Terngrad(Coded):
     """Ternary gradients: -1, 0 or 1 times one scale per tensor, at random, without error feedback.
 
-    Each tensor is clipped at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. Then ``s = max|g|`` of all
-    ranks ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b``, where b is 1
-    with the probability ``|g| / s``. So q equals the clipped gradient on average. A byte holds five entries, 1.6
-    bits each; a tensor takes one float.
+    Each tensor is clipped at ``±c σ`` with ``σ² = mean((g - mean g)²)``, unless σ = 0. After that, ``s = max|g|``
+    over all ranks ("scaler sharing": one small allreduce before the exchange), and ``q = s * sign(g) * b``, where b
+    is 1 with the probability ``|g| / s``, else 0. So q equals the clipped gradient on average. A byte holds five
+    entries of 1.6 bits; a tensor takes one float.
 
     Departures: a byte holds five entries instead of four. The option ``exclude`` names the layers that are left
     out.
@@ -288,7 +288,7 @@ class Terngrad(Coded):
 class DorefaOptions:
     """Options of ``dorefa``."""
 
-    # k, 1 to 8. In the paper, fewer than 4 bits hurt accuracy.
+    # k, from 1 to 8. In the paper, accuracy suffers below 4 bits.
     bits: int = 4
 
     def __post_init__(self) -> None:

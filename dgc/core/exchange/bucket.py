@@ -31,10 +31,10 @@ from dgc.errors import DGCError, LayoutError, WireError
 
 
 class BucketExchange:
-    """The parts of one bucket, which last for all steps: places, encoder, message and dense vector.
+    """The parts of one bucket that last for all steps: places, encoder, message and dense vector.
 
     Attributes:
-        at: the latest step.
+        at: the bucket in its latest step.
     """
 
     at: BucketStep
@@ -67,12 +67,12 @@ class BucketStep:
     """One bucket in one step.
 
     Attributes:
-        step: the step, which the bucket shares with others.
+        step: the step, which all buckets share.
         plan: how the bucket is sent.
         count: entries that this rank has put into its message.
         flagged: whether a value is not finite on this rank; after the exchange, on any rank.
         flagged_by: the ranks that met such a value before they sent anything.
-        is_out: whether this rank has sent its message, so that it cannot report an error in it any more.
+        is_out: whether this rank has sent its message. After that, the message cannot report an error any more.
         has_run: whether the bucket was exchanged.
         absent: after the exchange, each rank's digest of its parameters without a gradient.
         kept: for each segment without a gradient on this rank, a copy of its state before the step.
@@ -107,7 +107,7 @@ class BucketStep:
                 self.kept[segment] = [held.copy() for held in self._state.held(segment)]
 
     def begin(self) -> None:
-        """Let other threads or a device begin to compress while this thread works on another bucket."""
+        """Let other threads or a device begin to compress this bucket while this thread works on another one."""
         self._parts.vector.start(self.plan)
         self._packing = self._parts.vector.begin_packing(self.step)
         if self.plan.is_active:
@@ -120,7 +120,7 @@ class BucketStep:
             begun()
 
     def run(self) -> None:
-        """Exchange the bucket, all of whose gradients are in, and write the results of sparsified tensors."""
+        """Exchange the bucket, whose gradients have all arrived, and write the results of sparsified tensors."""
         stats = self.step.stats
         since = time.perf_counter()
         count, nonfinite = self._compress()
@@ -247,7 +247,7 @@ class BucketStep:
         self.step.stats.bytes_received += sent
 
     def _sum(self, messages: Sequence[Incoming]) -> None:
-        """Add up what came, and write the results of sparsified tensors."""
+        """Add up what the ranks have sent, and write the results of sparsified tensors."""
         plan, vector = self.plan, self._parts.vector
         if plan.vector_size:
             vector.add(messages)
@@ -299,7 +299,7 @@ class BucketStep:
         return self.flagged
 
     def finish(self, *, refused: bool, left_alone: Collection[int] = ()) -> None:
-        """Write the results of dense tensors and, unless the step is refused, take what was sent out of the residual.
+        """Write the results of dense tensors. Unless the step is refused, remove what was sent from the residual.
 
         If no rank has a gradient of a parameter (``left_alone``), its state is restored and its result is 0. In a
         refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.
@@ -344,7 +344,7 @@ class BucketStep:
             state.v[segment.slice] -= values
 
     def take_deferred(self) -> EntrySum | None:
-        """Return the sum of entries that was not written, and drop it and the step's gradients."""
+        """Return the sum of entries that was not written. Drop it here, together with the step's gradients."""
         if not self.has_run:
             return None
         for segment in self._segments:
@@ -388,13 +388,13 @@ class BucketStep:
 
 
 def _digest(segments: Iterable[Segment]) -> int:
-    """Return a 64-bit digest of a set of parameters. It is never 0, which means no parameters."""
+    """Return a 64-bit digest of a set of parameters; never 0, because 0 stands for no parameters."""
     digest = hashlib.blake2b(np.array([s.parameter for s in segments], np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 def _worst(gradient: object) -> float:
-    """Return the largest magnitude, infinity for NaN; -1 for an empty array, or for one on a device."""
+    """Return the largest magnitude; infinity if there is a NaN, and -1 for an empty array or one on a device."""
     if not isinstance(gradient, np.ndarray) or not gradient.size:
         return -1.0
     found = max(float(gradient.max()), -float(gradient.min()))

@@ -15,10 +15,10 @@ from dgc.errors import WireError
 
 
 class DenseVector:
-    """One bucket's vector on the host. It holds gradients, then their sum over the ranks, from which results are made.
+    """One bucket's vector on the host. It holds gradients, then their sum over the ranks. Results are made from this.
 
     Attributes:
-        values: (plan.vector_size,) float32, float64 in float64 buckets.
+        values: (plan.vector_size,) float32; float64 in float64 buckets.
         segments: the tensors that are sent dense in this step.
     """
 
@@ -35,7 +35,7 @@ class DenseVector:
             bucket: the bucket.
             kernels: the kernels that own its u.
             own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
-            keeps_error: whether the error of the small tensors' codec is sent later.
+            keeps_error: whether the small tensors' coding error is kept and sent later.
         """
         self._bucket, self._kernels = bucket, kernels
         self._own_share, self._keeps_error = own_share, keeps_error
@@ -76,12 +76,12 @@ class DenseVector:
         return self._kernels.begin_packing(self._parts, self._dense) if self._parts else lambda: False
 
     def code_small(self, state: BucketState, blocks: Sequence[np.ndarray]) -> bool:
-        """Add residuals to small tensors' gradients, and code them if the plan says so; return whether all are finite.
+        """Add residuals to small tensors' gradients, and code these if the plan says so; return whether all are finite.
 
         The residuals change only in :meth:`commit`, so a step that is refused or fails does not change them.
 
         Args:
-            state: of the bucket.
+            state: the bucket's state.
             blocks: for each of the plan's ``small_codecs``, the bytes for its block.
         """
         codecs = self._plan.small_codecs
@@ -138,7 +138,7 @@ class DenseVector:
     # -- results -----------------------------------------------------------------------------------------------------
 
     def commit(self, state: BucketState) -> None:
-        """Store the error of the small tensors' codec as their residual."""
+        """Store the small tensors' coding error as their residual."""
         if self._has_coded:
             state.error[...] = self._lost
             state.residual_pending = self._plan.small is not None
@@ -153,7 +153,7 @@ class DenseVector:
         self._kernels.update(parts, self.values)
 
     def write(self, step: Step, u: Array, *, refused: bool) -> None:
-        """Write the results of dense tensors: momentum SGD applied to the mean, or in a refused step the mean."""
+        """Write the results of dense tensors: the mean with momentum applied, or in a refused step only the mean."""
         self._prepare_update(step, refused=refused)
         self._kernels.update(self._parts, self._dense, u[self._origin :])
 

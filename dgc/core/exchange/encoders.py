@@ -42,7 +42,7 @@ class Encoder(ABC):
         self._plans: dict[float | None, BucketPlan] = {}
 
     def plan_at(self, density: float | None) -> BucketPlan:
-        """Return the plan for a density, or for None, a dense step. Every rank has the same plan."""
+        """Return the plan for a density, or for a dense step (None). Every rank has the same plan."""
         if density not in self._plans:
             self._plans[density] = self._make_plan(density)
         return self._plans[density]
@@ -53,7 +53,7 @@ class Encoder(ABC):
     # -- a step, whose plan is active ---------------------------------------------------------------------------------
 
     def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection] | None:
-        """Let other threads or a device begin, if that is possible, while this thread works on another bucket.
+        """If possible, let other threads or a device begin while this thread works on another bucket.
 
         Returns:
             A function for :meth:`encode`; it must be called once, whatever happens.
@@ -80,7 +80,7 @@ class Encoder(ABC):
         """
 
     def catch_up(self, step: Step) -> None:
-        """After an error, call the collectives that the other ranks call in :meth:`encode` and this rank has not."""
+        """After an error, call the collectives of :meth:`encode` that this rank has missed and the others call."""
         return
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Encoder(ABC):
     def masks(self, plan: BucketPlan, count: int) -> bool:
         """Return whether u is set to 0 at the ``count`` entries that were sent, to forget stale momentum.
 
-        If all entries are sent, no momentum is stale.
+        If all entries were sent, no momentum is stale.
         """
         return self._config.masks and count < self._elements
 
@@ -167,7 +167,7 @@ class TopKEncoder(Encoder):
 class AlgorithmEncoder(Encoder):
     """Accumulates gradients, then lets a compressor write the payload.
 
-    A compressor may need the largest of some numbers over the ranks before it can encode. This costs an allreduce.
+    Before it can encode, a compressor may need the maximum of some numbers over the ranks. This costs an allreduce.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class AlgorithmEncoder(Encoder):
         self._specs: dict[float, BucketSpec] = {}
         self._room = np.empty(0, np.uint8)  # for a payload that is not sent
         self._sent = self._room, 0  # the last payload, and its number of entries
-        self._caught_up: Step | None = None  # the last step with the allreduce
+        self._caught_up: Step | None = None  # the last step in which this rank has called the allreduce
 
     def _make_plan(self, density: float | None) -> BucketPlan:
         spec = self._spec(1.0 if density is None else density)
@@ -290,7 +290,7 @@ def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport
 
 
 def deals(config: DGCConfig, transport: Transport) -> bool:
-    """Return whether owners may add up entries: the user chose it, and there is a transport with alltoall."""
+    """Return whether owners may add up entries: the user chose this, and the transport has alltoall."""
     return config.exchange == "reduce-scatter" and transport.size > 1 and transport.has_alltoall
 
 
@@ -300,14 +300,15 @@ def runs_on_devices(config: DGCConfig) -> bool:
     return is_unchanged(row) and row.is_plain_selection(config)
 
 
-# A compressor may define these names and still encode as its base class does.
+# A compressor that overrides only these names still encodes as its base class does.
 _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl")
 
 
 def is_unchanged(row: type[Algorithm]) -> bool:
-    """Return whether a compressor encodes as one of this package does, so that the kernels' selection may replace it.
+    """Return whether a compressor encodes as one of this package's does. Then the kernels may select in its place.
 
-    A user's class may derive from such a compressor and change what is sent. Then its own methods must be called.
+    A user's class may derive from a compressor of this package and change what is sent. Then its own methods must be
+    called.
     """
     for each in row.__mro__:
         if vars(each).get("number") in OWN_NUMBERS:

@@ -37,13 +37,13 @@ class Exchange:
         state: u, v and the step counter of this rank.
         latest: the latest step: its stage and its error.
         stats: bytes, densities and seconds.
-        loss_scale: a float or a callable, which is called once per step, at the first gradient. The callable may
-            return another callable, which is called on the communication thread. So no hook waits for a scale that
-            comes from a device.
+        loss_scale: a float, or a callable that is called once per step, at the first gradient. It may return another
+            callable, which is called on the communication thread. So no hook waits for a scale that is on a device.
         joined: the flags, by rank, of the ranks that took part in the latest step without data.
-        left_alone: parameters without a gradient on any rank in the latest step; it has not changed their u and v.
-        on_joined: called with a step in which some ranks took part without data, before it finishes. The call may be
-            collective.
+        left_alone: parameters without a gradient on any rank in the latest step; the step has not changed their u and
+            v.
+        on_joined: called with each step in which some ranks took part without data, before that step finishes. The
+            call may be collective.
         selects_from: the first step in which only some entries are sent; None if all steps send all entries.
     """
 
@@ -165,7 +165,7 @@ class Exchange:
         """Report an error of this rank to all ranks, and raise it.
 
         If all buckets have run already, the other ranks finish the step. They get the error in the next step, if this
-        rank takes part in it.
+        rank takes part in that step.
 
         Raises:
             DGCError: always; ``error``, or the error of another rank that failed before.
@@ -178,7 +178,7 @@ class Exchange:
             latest.announce(error, parameter)
         self.wait()
         if latest.stage is Stage.THROUGH:
-            # The step counts here as it does on the others: the next message must be as long as theirs.
+            # Count the step as the other ranks do: this rank's next message must be as long as theirs.
             self.finish()
             raise error
         raise latest.fail(error)
@@ -199,8 +199,8 @@ class Exchange:
     def finish(self) -> bool:
         """Wait until all buckets have run, write the results of dense tensors, and commit the step.
 
-        To commit means to take what was sent out of the residual. If every rank has joined, nobody had a gradient, and
-        the exchange is undone.
+        To commit a step is to remove what was sent from the residual. If every rank has joined, nobody had a gradient,
+        and the exchange is undone.
 
         Returns:
             True if the step was refused because a rank met a value that is not finite. Then the gradient stays in the
@@ -213,7 +213,7 @@ class Exchange:
         latest = self.latest
         latest.require_usable()
         if latest.announced is not None and latest.failure_pending:
-            # The error came too late for its step: the others are in the next one.
+            # The error came too late for its step: the other ranks are in the next step.
             self.fail(*latest.announced)
         if (missing := self.missing()) and latest.announced is None and latest.error is None:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -293,7 +293,7 @@ class Exchange:
             )
 
     def require_whole(self, what: str) -> None:
-        """Refuse to save the state in the middle of a step, or after a failed step, half of which is in the state."""
+        """Refuse to save the state in the middle of a step, or after a failed step, which may be half in the state."""
         self.require_between_steps(what)
         latest = self.latest
         if latest.failure_pending or latest.stage is Stage.FAILED:
@@ -319,7 +319,7 @@ class Exchange:
         All ranks must load at the same time. An unfinished step is abandoned.
 
         Raises:
-            LayoutError: it belongs to another layout, rank, number of ranks or op. The state has not changed.
+            LayoutError: it belongs to another layout, rank, number of ranks or op. The present state is not changed.
         """
         self.abandon()
         require_place(saved, op=self.config.op, **self.transport.rank_info())
@@ -339,7 +339,7 @@ class Exchange:
         Until :meth:`reset` or :meth:`load_state_dict` has succeeded, further steps are refused.
 
         Returns:
-            Whether all buckets of the unfinished step have run, or of a step whose error came too late. If so, all
+            Whether all buckets had run, in the unfinished step or in a step whose error came too late. If so, all
             ranks had given all their gradients.
         """
         given_up = RemoteError("the step was given up by reset() or load_state_dict()")
@@ -358,13 +358,13 @@ class Exchange:
         return self._pipeline.close()
 
     def _weight(self) -> float:
-        """Return the factor of this step's gradients, because results are divided by the number of all ranks."""
+        """Return a factor for all gradients: it turns the average over all ranks into one over the training ranks."""
         ranks, joined = self.transport.size, len(self.joined)
         by_training = any(f & Flags.BY_TRAINING for f in self.joined.values())
         return ranks / (ranks - joined) if by_training and self.config.op == "average" and joined < ranks else 1.0
 
     def _warn_of_refusal(self, bucket: BucketStep) -> None:
-        """Warn once, on rank 0 and the ranks that met the value. It is called if no GradScaler skips the step."""
+        """Warn once, on rank 0 and on the ranks that met the value. Called if no GradScaler skips the step."""
         ranks, own = bucket.flagged_by, self.transport.rank
         inside = self.transport.inside
         if not (self._warned or (own not in ranks and own != 0) or (inside is not None and inside.rank)):

@@ -22,7 +22,7 @@ Announced = tuple[DGCError, int | None]
 
 
 class NodeSums:
-    """Adds up gradients within this rank's node, in host memory, and tells the node's ranks each other's errors."""
+    """Adds up gradients within this rank's node, in host memory, and shares errors between the node's ranks."""
 
     def __init__(self, config: DGCConfig, kernels: Any, transport: Transport) -> None:
         """``kernels`` read the gradients; ``transport`` connects the nodes."""
@@ -39,7 +39,7 @@ class NodeSums:
         self._vectors: dict[int, Any] = {}  # the same on a device
 
     def agree(self, own: Announced | None, step: Step, buckets: Sequence[Bucket]) -> Announced | None:
-        """Return the error, and its parameter, of the first rank in the node that has announced one. Collective.
+        """Return the error that the node's first failed rank has announced, and its parameter; or None. Collective.
 
         Afterwards a parameter of these buckets counts as absent only if no rank of the node has its gradient.
         """
@@ -59,7 +59,7 @@ class NodeSums:
         return failure, concerned
 
     def collect(self, step: Step, bucket: Bucket) -> None:
-        """Copy this rank's gradients of a complete bucket to host memory. Asks no other rank."""
+        """Copy this rank's gradients of a complete bucket to host memory. Not collective."""
         gradients = [item.gradient for item in step.submissions.of(bucket.segments)]
         host = self._sum_of(bucket)
         if self._on_device:  # allocate here, where a rank without memory can still report its error

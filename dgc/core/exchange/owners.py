@@ -30,7 +30,7 @@ class Owners:
         are_out: whether this rank has sent its parts in this step.
         left: (n,) float32: the next value of w, if the step is committed.
         left_small: (N,) float32: the next error of the small tensors' sums, if the step is committed.
-        small_blocks: (small_bytes,) uint8 of each part, for small tensors.
+        small_blocks: for each part, the (small_bytes,) uint8 for small tensors.
     """
 
     _dealing: Dealing
@@ -99,7 +99,7 @@ class Owners:
     # -- between the phases, on the owner ------------------------------------------------------------------------------
 
     def add_up(self, state: BucketState, payload: np.ndarray, coded: np.ndarray) -> tuple[int, bool]:
-        """Write the largest sums into the payload and the small tensors' sums into ``coded``; set what is left of both.
+        """Write the largest sums into the payload and the small tensors' sums into ``coded``; store what is left over.
 
         Returns:
             The number of sums, and whether one is not finite.

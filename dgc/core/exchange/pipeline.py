@@ -25,11 +25,11 @@ from dgc.errors import DGCError, RemoteError, StallError, TransportError
 def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> list[float]:
     """Return factors that reduce each gradient's L2 norm to at most ``threshold * sqrt(ranks)``.
 
-    The paper scales its threshold by N^(-1/2), for gradients that are divided by N already. For a gradient that is not
-    divided, this means ``||g|| <= c * sqrt(N)``.
+    The paper scales its threshold by N^(-1/2), because its gradients are divided by N already. For a gradient that is
+    not divided, this means ``||g|| <= c * sqrt(N)``.
 
     Args:
-        sums_of_squares: (S,) float64 of the gradients as they arrived.
+        sums_of_squares: (S,) float64, each gradient's sum of squares as it arrived.
         threshold: c > 0.
         ranks: N.
         scale: the gradients are multiplied by this (1 / loss scale) before their norm is compared.
@@ -56,7 +56,7 @@ class Clipping:
         self.needs_all_gradients = self.threshold is not None and config.clip_scope == "global"
 
     def fill_in(self, step: Step, buckets: Iterable[Bucket]) -> None:
-        """Set the factors of ``buckets``, or with a global norm once those of all gradients.
+        """Set the factors of ``buckets``; with a global norm, set those of all gradients at once.
 
         A dense step is clipped globally or not at all.
         """
@@ -78,8 +78,8 @@ class Clipping:
 # Seconds that close() waits for a running collective, which never ends if a rank is gone.
 _CLOSE_PATIENCE = 5.0
 
-# Seconds that the caller has to raise the error about a missing rank; then the job is ended. The caller itself may wait
-# for that rank, in a collective of Horovod that never ends.
+# Seconds that the caller has to raise the error about a missing rank. After that, the job is ended, because the caller
+# may itself wait for that rank, in a collective of Horovod that never ends.
 _STALL_PATIENCE = 10.0
 
 
@@ -117,8 +117,8 @@ class Pipeline:
         """End the thread.
 
         Returns:
-            False if the transport must not be closed: the thread still waits there for another rank, or belongs to the
-            process that this one was forked from.
+            False if the transport must not be closed: the thread is still waiting in it for another rank, or the thread
+            belongs to the process that this one was forked from.
         """
         if self._latest.in_child:
             return False
@@ -174,7 +174,7 @@ class Pipeline:
         return True
 
     def _wait_for_gradients(self, step: Step, index: int) -> bool:
-        """Wait for a bucket's gradients, or with global clipping for all; return False if the exchange was closed."""
+        """Wait for a bucket's gradients, or for all with global clipping; return False if the exchange was closed."""
         latest, missing, last = self._latest, step.submissions.missing, index == len(self._buckets) - 1
         needs_all = self._clipping.needs_all_gradients
         with latest.lock:
@@ -199,10 +199,10 @@ class Pipeline:
             except Exception as error:
                 no_message_follows = index == len(self._buckets) - 1 or bucket.plan.allreduces
                 if bucket.is_out and (isinstance(error, DGCError) or no_message_follows):
-                    raise  # the others meet the same error in the messages, or cannot be told in this step
+                    raise  # the other ranks meet the same error in the messages, or cannot be told in this step
                 latest.announce(_as_dgc_error(error))
                 if bucket.is_out:
-                    return  # the message of the next bucket tells the others
+                    return  # the message of the next bucket tells the other ranks
                 announced = latest.announced
         else:
             latest.announce(*announced)
@@ -266,13 +266,13 @@ class Pipeline:
             for following in range(index + 1, stop if self._kernels.on_device else min(stop, index + 2)):
                 self._prepare(step, following)
         except Exception as error:
-            # Raise it at that bucket's turn, when the other ranks can be told. Do not prepare the bucket again, because
+            # Raise the error at that bucket's turn, when the other ranks can be told. Do not prepare the bucket again:
             # its gradients would be added to u and v twice.
             self._postponed = error
 
 
 def quiet() -> np.errstate:
-    """Return a context without NumPy's warnings about overflow; the exchange finds it and refuses the step."""
+    """Return a context without NumPy's warnings about overflow; the exchange finds overflows and refuses the step."""
     return np.errstate(over="ignore", invalid="ignore")
 
 

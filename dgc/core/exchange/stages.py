@@ -71,7 +71,7 @@ class LatestStep:
         stage: the stage of the step.
         step: the step, while it is under way.
         error: the error that ended the step, in the stages BROKEN and FAILED.
-        announced: an error of this rank, for its next message, and the parameter that it concerns.
+        announced: an error of this rank, to be sent in its next message, and the parameter that the error concerns.
         closed: whether the exchange was closed.
     """
 
@@ -86,7 +86,7 @@ class LatestStep:
 
     @property
     def in_child(self) -> bool:
-        """Whether this process was forked from the one that exchanges. No thread runs here; the lock may be held."""
+        """Whether this process was forked from the one that exchanges. It has no thread, and its lock may be held."""
         return self._process != _forks
 
     @property

@@ -18,10 +18,10 @@ class StepStats:
     Attributes:
         bytes_sent: all bytes given to collectives, with headers, dense tensors and padding.
         bytes_received: all bytes that collectives returned from other ranks.
-        dense_bytes: bytes that a dense exchange of the same gradients would have given to allreduce (4 per element, 8
+        dense_bytes: bytes that a dense exchange of the same gradients would have sent by allreduce (4 per element, 8
             for float64).
         entries_sent: sparsified entries that this rank has selected.
-        sparse_elements: elements of the sparsified tensors, also in dense steps.
+        sparse_elements: elements of the sparsified tensors, counted in dense steps, too.
         small_bytes: the part of ``bytes_sent`` for tensors that were sent dense in a sparsified step.
         seconds: by phase: "compress", "exchange" and "apply" on the communication thread, "wait" on the caller's.
     """
@@ -76,7 +76,7 @@ class Stats:
         refused_steps: the number of steps that met a value that is not finite.
         last: the latest step's counters.
         total: the sum over all steps since construction or ``reset()``.
-        beside: bytes that an adapter gives to its own collectives in the current step, for example placeholders.
+        beside: bytes that an adapter sends in collectives of its own in the current step, for example placeholders.
     """
 
     steps: int = 0
@@ -95,7 +95,7 @@ class Stats:
         self.total.add(step)
 
     def add_sent(self, count: int) -> None:
-        """Add bytes that an adapter gave to its own collectives after the latest step."""
+        """Add bytes that an adapter has sent in collectives of its own after the latest step."""
         self.last.bytes_sent += count
         self.total.bytes_sent += count
 

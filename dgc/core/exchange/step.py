@@ -26,7 +26,7 @@ class Submission:
         parameter: the parameter's values, if its weight decay is not 0.
         limit: the largest finite value of the type that the result will be cast to, if that type is narrower.
         ready: for arrays on a device. ``stream`` (comparable) is the stream on which they are computed. ``record()``
-            returns an event after all work enqueued there, with its CUDA handle as ``handle``.
+            returns an event that follows all work enqueued there; its attribute ``handle`` is its CUDA handle.
         absent: whether this rank has no gradient.
     """
 
@@ -75,7 +75,7 @@ class Submissions(dict[int, Submission]):
             self.absent.add(parameter)
         completes = self.missing[bucket] == 1
         if completes and item.ready is not None:
-            # One event per stream is enough: it comes after all work that the stream was given before.
+            # One event per stream is enough: it follows all work that was enqueued on the stream before.
             members = self.of(self._layout.buckets[bucket].segments)
             streams = {m.ready.stream: m.ready for m in members if m.ready is not None}
             self.events[bucket] = [ready.record() for ready in streams.values()]
@@ -104,7 +104,7 @@ class Hyper:
     restored: bool = False
 
     def chosen(self, indices: Iterable[int], learning_rates: tuple[float, ...] = (), restored: bool = False) -> Hyper:
-        """Return the options of some parameters, in this order, with the given values for the step."""
+        """Return the options of the parameters ``indices``, in this order, with the given values for the step."""
         places = list(indices)
         momentum, nesterov = list(map(self.momentum.__getitem__, places)), list(map(self.nesterov.__getitem__, places))
         decay, gain = list(map(self.weight_decay.__getitem__, places)), list(map(self.gain.__getitem__, places))
@@ -113,7 +113,7 @@ class Hyper:
     def digest(self) -> int:
         """Return a 64-bit digest of all values.
 
-        Only 6 digits of learning rates count, because different processors may compute different last digits.
+        Learning rates count with 6 digits only, because different processors may compute different last digits.
         """
         table = np.array([self.momentum, self.nesterov, self.weight_decay, self.gain], dtype=np.float64)
         rates = " ".join(map("{:.5e}".format, self.learning_rates)).encode() + b" restored" * self.restored
@@ -132,9 +132,9 @@ class StepOptions:
 
     Attributes:
         hyper: momentum, Nesterov and weight decay by parameter; None for those of the config.
-        holds: whether the last bucket waits until the caller waits for the results. Then an error that the caller
-            meets before is sent in the same step.
-        defers: whether sums of entries may stay unwritten. Then the caller calls ``deferred()`` or
+        holds: whether the last bucket is sent only when the caller waits for the results. If so, an error that the
+            caller meets before that is sent in the same step.
+        defers: whether sums of entries may stay unwritten. If so, the caller calls ``deferred()`` or
             ``write_deferred()`` after ``finish()``.
         joins: flags of :class:`~dgc.core.message.Flags` if this rank takes part without data and submits zeros. A step
             in which every rank does so is undone.
@@ -146,12 +146,12 @@ class StepOptions:
     joins: int = 0
 
 
-# The options of a step that begins without begin(), with its first gradient.
+# The options of a step that begins with its first gradient, without a call of begin().
 AS_BUILT = StepOptions()
 
 
 def refused_scale(scale: float) -> ConfigError | None:
-    """Return the error about a loss scale, if it is wrong."""
+    """Return the error about a wrong loss scale; None if the scale is valid."""
     if np.isfinite(scale) and scale > 0:
         return None
     return ConfigError(f"loss_scale is {scale!r}; allowed: a finite number > 0")
@@ -166,14 +166,14 @@ class Step:
         density: share of the entries to send; None in a dense step.
         fingerprint: a hash of the values that must be equal on all ranks in this step: layout, momentum, Nesterov,
             weight decay and learning rates.
-        scales: the first factor of each parameter's gradient: gain * weight / loss scale, times the clipping factor
-            once :class:`~dgc.core.exchange.pipeline.Clipping` has set it.
+        scales: the factor by which each parameter's gradient is multiplied first: gain * weight / loss scale, times the
+            clipping factor once :class:`~dgc.core.exchange.pipeline.Clipping` has set it.
         joined: the flags, by rank, of the ranks that take part without data; known when the messages have arrived.
         weight: a factor of all gradients: P / T if averages are over T training ranks.
-        is_awaited: whether the caller waits for the results, so that it cannot announce an error any more.
+        is_awaited: whether the caller is waiting for the results, and so cannot announce an error any more.
         before: a copy of the state, if this rank takes part without data.
         has_limits: whether some result will be cast to a narrower type.
-        coming_scale: a function that waits for the loss scale, if it is not known yet.
+        coming_scale: a function that waits for the loss scale; None if the scale is known.
     """
 
     number: int
@@ -196,7 +196,7 @@ class Step:
         self._set_scale(self.loss_scale)
 
     def await_scale(self, ask: Callable[[], float]) -> ConfigError | None:
-        """Wait for the loss scale and set it; return the error for all ranks if it is wrong."""
+        """Wait for the loss scale and set it; return the error for all ranks if the scale is wrong."""
         try:
             scale = ask()
         except Exception as error:

@@ -19,13 +19,13 @@ DEVICES = ("cpu", "gpu")
 
 @functools.cache
 def choose_kernels(device: str = "cpu") -> Kernels:
-    """Return the backend for arrays on ``device``, compiled and tried out; one object per process and device.
+    """Return the backend for arrays on ``device``, compiled and tested; one object per process and device.
 
     Args:
-        device: "cpu", or "gpu" for the first GPU, "gpu:1" for the second.
+        device: "cpu", "gpu" for the first GPU, or "gpu:1" for the second one.
 
     Raises:
-        ArithmeticError: the result of a small step is wrong.
+        ArithmeticError: the backend computes a wrong result in a small test step.
         ConfigError: the device is unknown, or its GPU backend does not work here; the message says why.
     """
     kind, _, number = device.partition(":")

@@ -73,11 +73,11 @@ class MomentumRule:
 
 @dataclass(slots=True)
 class Selection:
-    """What to send, and whether an entry was not finite.
+    """The entries to send, and whether an entry was not finite.
 
     Attributes:
         positions: (k,) int64 in the bucket, ascending and unique.
-        values: (k,) v at these positions, in its type.
+        values: (k,) the values of v at these positions, of v's type.
     """
 
     positions: np.ndarray
@@ -139,14 +139,14 @@ def bounds_in_results(results: Sequence[Array], offsets: np.ndarray, positions: 
 
 
 class Memory:
-    """The memory of a backend's arrays: here the host's, as NumPy arrays. n elements."""
+    """The memory of a backend's arrays; in this class, host memory and NumPy arrays. n = elements."""
 
     def zeros(self, n: int, dtype: DTypeLike) -> Array:
         """Return an array of zeros, (n,), that the kernels work on."""
         return np.zeros(n, dtype)
 
     def host_array(self, n: int, dtype: DTypeLike) -> np.ndarray:
-        """Return (n,) host memory for messages, not initialised; a device's backend returns page-locked memory."""
+        """Return (n,) uninitialised host memory for messages; a device's backend returns page-locked memory."""
         return np.empty(n, dtype)
 
     def to_host(self, array: Array) -> np.ndarray:
@@ -159,7 +159,7 @@ class Memory:
         array[...] = values
 
     def copy(self, array: Array, source: Array) -> None:
-        """Overwrite an array, (n,), with another of its type, after all work that was enqueued before."""
+        """Overwrite an array, (n,), with another one of the same type, after all work that was enqueued before."""
         array[...] = source
 
     def fill(self, array: Array, value: float) -> None:
@@ -188,11 +188,11 @@ class Kernels(abc.ABC):
 
     @property
     def overlaps(self) -> bool:
-        """Whether :meth:`begin_selection` lets others work before its result is called."""
+        """Whether :meth:`begin_selection` starts work on other threads or a device, before its result is called."""
         return False
 
     def for_exchange(self) -> Kernels:
-        """Return kernels with a memory of their own for one exchange's layout, which is freed with the exchange."""
+        """Return kernels for one exchange. Their memory for its layout is freed together with the exchange."""
         return self
 
     def adopt_thread(self) -> None:  # noqa: B027
@@ -205,7 +205,7 @@ class Kernels(abc.ABC):
         """Wait until everything enqueued so far has run."""
 
     def describe(self) -> str:
-        """Return a line for a log: what runs, and on how many threads."""
+        """Return a line for a log: which backend runs, and on how many threads."""
         return self.name
 
     @abc.abstractmethod
@@ -216,9 +216,9 @@ class Kernels(abc.ABC):
     def begin_selection(
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
-        """Let other threads begin with :meth:`accumulate_and_select`, or with :meth:`accumulate` without thresholds.
+        """Let other threads begin :meth:`accumulate_and_select`; without thresholds, :meth:`accumulate`.
 
-        If memory cannot be allocated, this raises before u and v have changed.
+        If memory cannot be allocated, this method raises an error before u and v have changed.
 
         Returns:
             A function that finishes the work and returns what was selected. It must be called once, whatever happens,
@@ -236,9 +236,9 @@ class Kernels(abc.ABC):
     def accumulate_and_select(
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray
     ) -> Selection:
-        """Call :meth:`accumulate`, and select each segment's k largest non-zero ``|v|``, or all if there are fewer.
+        """Call :meth:`accumulate`; select each segment's k largest non-zero ``|v|``, or all if there are fewer.
 
-        Of equal magnitudes, lower positions go first. ``thresholds`` (S, c) is read and updated.
+        Among equal magnitudes, lower positions go first. ``thresholds``, (S, c), are read and updated.
         """
         return self.begin_selection(work, u, v, thresholds)()
 
@@ -253,7 +253,7 @@ class Kernels(abc.ABC):
         """Set results to the values at the positions, and to 0 elsewhere.
 
         Args:
-            results: S arrays, (n,) each; they may be shorter than their part of the bucket, which has padding.
+            results: S arrays, (n,) each; they may be shorter than their parts of the bucket, which include padding.
             offsets: (S + 1,) int64; result s holds the positions from ``offsets[s]`` on.
             positions: (k,) int64, ascending and unique.
             values: (k,) float.
@@ -268,7 +268,7 @@ class Kernels(abc.ABC):
     ) -> None:
         """Apply momentum SGD to an averaged gradient, as the optimizer's own momentum would have."""
 
-    # -- tensors that are sent dense; these methods work on the host, with ``dense_update`` --------------------------
+    # -- tensors that are sent dense: these methods work on the host and call ``dense_update`` -----------------------
 
     def begin_packing(self, parts: Sequence[SegmentWork], vector: np.ndarray) -> Callable[[], bool]:
         """Begin to copy gradients, times their scale, into a vector on the host, with zeros between them.
@@ -297,8 +297,8 @@ class Kernels(abc.ABC):
             if len(run) == 1:
                 self._update_part(run[0], run[0].result, vector, u)
                 continue
-            # Small neighbours with the same options are updated together: a call for each would cost more than its
-            # work.
+            # Small neighbours with the same options are updated together: one call for each would cost more than the
+            # work in it.
             start, stop = run[0].offset, run[-1].offset + run[-1].length
             merged = dataclasses.replace(run[0], length=stop - start)
             results = np.empty(merged.length, vector.dtype)
@@ -314,7 +314,7 @@ class Kernels(abc.ABC):
     def exceeds(
         self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array, written: Sequence[SegmentWork]
     ) -> bool:
-        """Return whether :meth:`update` would write a result beyond its limit, or one of ``written`` is. Waits."""
+        """Return whether :meth:`update` would write a result beyond its limit, or ``written`` holds one. Waits."""
         found = [(p.result, p.limit) for p in written]
         for p in parts:
             result, span = np.empty(p.length, vector.dtype), slice(p.offset, p.offset + p.length)
@@ -330,7 +330,7 @@ class Kernels(abc.ABC):
 
 
 def _runs(parts: Sequence[SegmentWork]) -> list[list[SegmentWork]]:
-    """Group neighbours that are small and share their options; each larger part is a group of its own."""
+    """Group neighbours that are small and share their options; each larger part is a separate group."""
     runs: list[list[SegmentWork]] = []
     before = None
     for p in parts:

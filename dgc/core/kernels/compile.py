@@ -35,7 +35,7 @@ def cache_directory() -> str:
 
     The directory's name contains both, for two reasons. Numba notices changes only in the file that defines a kernel,
     not in the files of the functions that the kernel calls. And Numba's index is not safe if different kinds of
-    processors share a home directory. The directory is in NUMBA_CACHE_DIR, if that is set.
+    processors share a home directory. The directory lies in NUMBA_CACHE_DIR, if that is set.
     """
     digest = hashlib.blake2b(digest_size=8)
     here = Path(__file__).parent
@@ -114,8 +114,8 @@ _within = threading.local()
 def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -> Iterator[None]:
     """Let one process of the host compile the kernels that the ``with`` block calls, while the others wait.
 
-    It logs a warning before it begins. If all kernels were compiled before, it neither waits nor logs. Inside another
-    block of the same part and thread, it does nothing.
+    A warning is logged before compilation begins. If all kernels are compiled already, nothing is logged and no process
+    waits. Inside another block of the same part and thread, this does nothing.
 
     Args:
         what: a name for the kernels that the block calls; one name always stands for the same kernels.
@@ -144,7 +144,7 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
             _tell(directory)
         within.add(part)
         collects = gc.isenabled()
-        gc.disable()  # compiling makes millions of objects, and each collection would visit all of PyTorch's, too
+        gc.disable()  # compiling makes millions of objects, and each collection would also visit all of PyTorch's
         try:
             yield
         finally:
@@ -177,7 +177,7 @@ def _locked(path: Path, patience: float) -> Iterator[None]:
 
 
 def _lock(file: IO[str]) -> bool:
-    """Lock a file and return True, or False if another process has the lock; OSError if there are no locks."""
+    """Lock a file; return False if another process has the lock. Raise OSError if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -206,7 +206,7 @@ def entry(function: F) -> F:
         numba.config.CACHE_DIR = directory
         try:
             return cast(F, numba.njit(**_OPTIONS, cache=True)(function))
-        except RuntimeError:  # the directory cannot be written after all
+        except RuntimeError:  # the directory cannot be written to after all
             pass
         finally:
             numba.config.CACHE_DIR = before

@@ -216,7 +216,7 @@ def tile_sums(worker, progress, tiles, table, firsts, strips, sums, partial):
     """
     s = len(table) - 1
     while True:
-        # From the end to the beginning: the pass that follows starts at the beginning, which is then in the caches.
+        # Go from the end to the beginning: the next pass starts at the beginning, which is then in the caches.
         tile = tiles - 1 - fetch_add(progress, 0, 1)
         if tile < 0:
             break
@@ -272,9 +272,9 @@ def update_tiles(worker, progress, tiles, result, mean, u, address, code, moment
 
 # -- work at k selected positions, which are ascending and unique, so that no two threads write the same element -------
 
-PART = 4096  # entries that a thread takes at a time
+PART = 4096  # a thread takes this many entries at a time
 
-# How many entries in advance elements of u and v are prefetched.
+# Elements of u and v are prefetched this many entries in advance.
 SOON = 16
 
 
@@ -313,7 +313,7 @@ def fill_results(worker, progress, count, table, offsets, bounds, positions, val
         fetch_add(progress, 1, 1)
 
 
-# -- the sum of all ranks' entries, for every backend: messages arrive on the host -------------------------------------
+# -- the sum of all ranks' entries, for every backend, because messages arrive on the host -----------------------------
 
 BLOCK = 1 << 15  # positions that are added up at a time: their sums stay in the cache
 WORD = 64  # positions that one integer marks as present
@@ -327,7 +327,7 @@ def add_up(entries: Sequence[tuple[np.ndarray, np.ndarray]], factor: float) -> t
         factor: rounded to float32 before it is used.
 
     Returns:
-        (n,) int64 positions that any rank has, ascending and unique, and (n,) float32 sums.
+        (n,) int64, the positions that occur on any rank, ascending and unique; and (n,) float32 sums.
     """
     runs, numbers = zip(*entries, strict=True)
     bounds = np.cumsum([0, *map(len, runs)], dtype=np.int64)

@@ -36,7 +36,8 @@ from dgc.core.kernels.threshold import new_thresholds
 if TYPE_CHECKING:
     from dgc.core.kernels.sweep import Choice
 
-# The first copy of candidates has room for MORE times the last step's number, plus FEW. A second copy costs a wait.
+# The first copy of candidates has room for MORE times the last step's number, plus FEW. If more candidates remain, a
+# second copy costs another wait.
 MORE, FEW = 1.25, 256
 SQUARED_AT_ONCE = 1 << 22  # elements whose squares are added up together, in a float64 copy
 _ALIGNMENT = 16  # bytes, of arrays that are copied together; elements, of tensors in a bucket
@@ -96,7 +97,7 @@ _FIND = """
 
 
 def entry_type(kind: np.dtype) -> np.dtype:
-    """Return the type in which the sweep writes a candidate: its value, and its position in the bucket."""
+    """Return the type of a candidate that the sweep writes: its value, and its position in the bucket."""
     return np.dtype([("value", kind), ("place", np.int32)], align=True)
 
 
@@ -365,7 +366,7 @@ class DeviceKernels(Kernels):
         thresholds, vector = new_thresholds(1), self.device.host_array(n, kind)
         if kind == np.float32:
             work = [SegmentWork(g, None, 0, n, 8, momentum=0.9)]
-            for _ in range(2):  # without a threshold, and with one
+            for _ in range(2):  # first without a threshold, then with one
                 chosen = self.accumulate_and_select(work, u, v, thresholds)
             self.take_out(u, v, chosen.positions, chosen.values, masking=True)
             self.set_entries([r], np.array([0, n]), chosen.positions, chosen.values)

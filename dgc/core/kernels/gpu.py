@@ -25,11 +25,12 @@ def device_count() -> int:
 
 
 class CurrentDevice:
-    """Make one device the current one of a thread, if it is not.
+    """Make one device a thread's current one, if it is not.
 
-    A thread of this package keeps the device. It must not go back to device 0, where every thread begins. With CUDA 12
+    A thread of this package keeps the device. It must not return to device 0, where every thread begins: with CUDA 12,
     this would open a context on device 0, which takes half a gigabyte there for every process of the host. On a
-    caller's thread, ``with`` changes nothing if the device is current already; otherwise it restores the former device.
+    caller's thread, ``with`` changes nothing if the device is current already; otherwise, the former device is restored
+    at the end.
     """
 
     def __init__(self, device: int, current: Callable[[], int], choose: Callable[[int], None]) -> None:
@@ -95,7 +96,7 @@ class CupyDevice(Device):
 
     @override
     def allocate_with(self, allocate: Callable[[int, int], int], free: Callable[[int], None]) -> None:
-        self.record().synchronize()  # nothing of the other pool is in use
+        self.record().synchronize()  # after this, no memory of the other pool is in use
         pool = cupy.cuda.PythonFunctionAllocator(
             lambda nbytes, _: allocate(max(1, nbytes), self.stream), lambda address, _: free(address)
         )

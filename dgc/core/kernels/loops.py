@@ -51,8 +51,8 @@ def to_halves(
 
     Args:
         values: (k,) float32.
-        factor: a power of two. After this multiplication no magnitude above 0 is subnormal, or ``second`` is 1.
-        second: a power of two. After this multiplication every finite magnitude is below 65520.
+        factor: a power of two. Unless ``second`` is 1, no product other than 0 is subnormal.
+        second: a power of two. Multiplied by it as well, every finite magnitude is below 65520.
         limit: larger magnitudes, also infinity, become this number.
         halves: (k,) uint16, filled.
     """
@@ -213,7 +213,7 @@ def encode_integers(
             # The addition rounds to nearest, ties to even: magnitudes are at most 127.
             q = (given[i] / divisor) * levels + _ROUNDER - _ROUNDER
             lost[i] = given[i] - (q / levels) * largest
-            # A group with a value that is not finite is decoded as NaN.
+            # A group that holds a value that is not finite is decoded as NaN.
             code[i] = np.uint8((np.int32(q) if abs(q) <= levels else np.int32(0)) & mask)
         scales[g] = largest
 
@@ -349,7 +349,7 @@ def pack_trits(codes: np.ndarray, out: np.ndarray) -> None:
 
 @entry
 def unpack_trits(data: np.ndarray, codes: np.ndarray) -> bool:
-    """Undo :func:`pack_trits`; return False if a byte is above 242, which it never writes."""
+    """Undo :func:`pack_trits`; return False if a byte is above 242, which :func:`pack_trits` never writes."""
     whole = codes.size // 5
     for b in range(whole):
         value = data[b]
@@ -392,7 +392,7 @@ def uniform(key: np.uint64, out: np.ndarray) -> None:
 
 @entry
 def norms(x: np.ndarray, group: int, squared: bool, out: np.ndarray) -> None:
-    """Write each group's largest magnitude to (ceil(n/group),) float64 ``out``; with ``squared`` its L2 norm."""
+    """Write each group's largest magnitude, or with ``squared`` its L2 norm, to (ceil(n/group),) float64 ``out``."""
     sums = np.empty(_LANES)
     for g in range(out.size):
         part = x[g * group : min((g + 1) * group, x.size)]

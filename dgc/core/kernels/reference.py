@@ -14,7 +14,7 @@ from dgc.core.kernels.base import Array, Kernels, MomentumRule, SegmentWork, Sel
 def top_k(values: np.ndarray, k: int) -> np.ndarray:
     """Return the ascending positions, int64, of the k largest non-zero ``|values|``, or of all if there are fewer.
 
-    Of equal magnitudes, lower positions go first. ``values`` are (n,) finite floats.
+    Among equal magnitudes, lower positions go first. ``values`` are (n,) finite floats.
     """
     magnitude = np.abs(values)
     n = magnitude.size

@@ -78,7 +78,7 @@ _LINE = 64  # bytes of a cache line
 
 
 def _asking(lines: int) -> Callable[..., ir.Value]:
-    """Return code that prefetches ``lines`` cache lines, beginning with that of an array's element."""
+    """Return code that prefetches ``lines`` cache lines, beginning with the line that holds an array's element."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         byte = ir.IntType(8).as_pointer()
@@ -86,7 +86,7 @@ def _asking(lines: int) -> Callable[..., ir.Value]:
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         place = builder.bitcast(_place(context, builder, signature.args[0], args[0], args[1]), byte)
         for line in range(lines):
-            # To read, into all caches, data.
+            # The three arguments: for reading, into all caches, data (not code).
             builder.call(function, [builder.gep(place, [_I64(line * _LINE)]), _I32(0), _I32(3), _I32(1)])
         return context.get_dummy_value()
 
@@ -206,7 +206,7 @@ def count_bits(typing_context: Compiled, mask: Compiled) -> Compiled:
 def fetch_add(typing_context: Compiled, counters: Compiled, index: Compiled, amount: Compiled) -> Compiled:
     """Add ``amount`` to ``counters[index]``, int64, atomically; return the number before.
 
-    A thread whose later call sees this addition also sees everything that this thread wrote before.
+    If a later call on another thread sees this addition, that thread also sees everything that this one wrote before.
     """
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
@@ -218,7 +218,7 @@ def fetch_add(typing_context: Compiled, counters: Compiled, index: Compiled, amo
 
 @intrinsic
 def at_address(typing_context: Compiled, address: Compiled) -> Compiled:
-    """Turn an address (int64) into a pointer, for ``numba.carray``."""
+    """Turn an address (int64) into a pointer that ``numba.carray`` accepts."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))

@@ -72,7 +72,7 @@ def address_of(array: np.ndarray) -> int:
 
 def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
     """Return address and type code of a 1-D array of ``length`` elements."""
-    # The common case first: after a pass the caches are cold, so the code of every other test must be fetched.
+    # Test the common case first: after a pass, the code of every further test would have to be fetched into the caches.
     if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
         return address_of(array), FLOAT32
     return address_of(array), type_code(array, length, what)
@@ -103,7 +103,7 @@ def make_table(work: Sequence[SegmentWork]) -> tuple[np.ndarray, np.ndarray]:
 # other than 0 (one in ten at a density of 0.1 %) costs a branch. Infinity is above every threshold, so the same mask
 # reveals a block that is not finite before it is stored. Such a block is computed again, entry by entry.
 
-STRIP = 4096  # elements of another type that are converted at a time, so that they stay in the first two caches
+STRIP = 4096  # convert this many elements of another type at a time, so that they stay in the first two caches
 
 _UINT64_1 = np.uint64(1)
 
@@ -159,7 +159,7 @@ def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, deca
 
 @helper
 def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale, key, positions, values, n, full):
-    """Update elements ``start`` to ``stop``; append those that reach ``key`` from index n on, while n <= ``full``.
+    """Update elements ``start`` to ``stop``; append those that reach ``key``, from index n on, while n <= ``full``.
 
     g and p begin at the bucket's positions g0 and p0. Returns the new n, and whether an entry was not finite.
     """
@@ -302,7 +302,7 @@ def _order_statistic(keys, place):
 
 @helper
 def kth_key(bits, starts, counts, first, last, total, k):
-    """Return the k-th largest key, and how many entries with this key are among the k largest: the first ones."""
+    """Return the k-th largest key, and how many entries with this key count among the k largest (the first ones do)."""
     keys, n = np.empty(total, np.int32), 0
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
@@ -323,7 +323,7 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
         for i in range(starts[c], starts[c] + counts[c]):
             if n == end:
                 return
-            # Write every candidate, but advance n only for an entry to keep: this needs no branch.
+            # Write every candidate, but advance n only if the entry is to be kept: this needs no branch.
             out_positions[n] = positions[i]
             out_values[n] = values[i]
             candidate = bits[i] & MAGNITUDE
@@ -334,7 +334,7 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
 
 CHUNK = 131072  # elements that a thread takes at a time; a multiple of LANES
 
-# In place of a count: a segment's candidates were too many or too few, or were not collected.
+# This stands in place of a count if a segment's candidates were too many or too few, or were not collected.
 UNFINISHED = -1
 
 # The rules are plain Python, for every backend. Registering them lets kernels call them.
@@ -353,7 +353,7 @@ def prepare(integers, reals, thresholds, selecting):
     """Fill the columns of the work tables that depend on the thresholds.
 
     Returns:
-        The numbers of chunks, of candidates that one thread may hold, of entries to select, and of elements.
+        Four numbers: chunks, candidates that one thread may hold, entries to select, and elements.
     """
     chunks, room, out, elements, like = 0, 0, 0, 0, np.empty(1, np.float32)
     for s in range(len(integers)):
@@ -395,7 +395,7 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
     length, used = integers[s, LENGTH], reals[s, USED]
     first = integers[s, FIRST_CHUNK]
     last = first + (length + CHUNK - 1) // CHUNK
-    total: Any = np.int64(0)  # a plain 0 has another type, for which the functions below would be compiled again
+    total: Any = np.int64(0)  # a plain 0 has another type: the functions below would be compiled again for it
     for c in range(first, last):
         if counts[c] < 0:
             return UNFINISHED
@@ -406,7 +406,7 @@ def _conclude(integers, reals, thresholds, s, positions, values, bits, starts, c
     if total < k and used > 0.0 and total < ENOUGH * k:
         return UNFINISHED
     if total <= k:
-        kth_bits, ties = np.int64(0), np.int64(0)  # all of them
+        kth_bits, ties = np.int64(0), np.int64(0)  # pick all candidates
         kth = rules.estimate(thresholds[s], k, used, total) if used > 0.0 else 0.0
     if total >= k:
         kth_bits, ties = kth_key(bits, starts, counts, first, last, total, k)
@@ -447,7 +447,7 @@ def compress_chunks(
         nonfinite: (W,) int64, set to 1 if the thread met an entry that is not finite.
         taken: (S,) int64, set to the number of entries picked, or UNFINISHED.
         out_positions: (k,) int64; segment s fills its part from its OUT on.
-        out_values: (k,) float32, likewise.
+        out_values: (k,) float32, filled in the same way.
     """
     chunk_segment, starts, counts = chunk_table[0], chunk_table[1], chunk_table[2]
     v_bits, value_bits = bits_of(v), bits_of(values)
@@ -525,9 +525,9 @@ class Workspace(threading.local):
 
 
 # -- the choice among all entries, if a threshold does not help --------------------------------------------------------
-# A radix selection on the bits of ``|v|``. Histograms of BINS bins, from the top bits down, give the k-th largest
-# magnitude, and another pass writes the entries in order. A few passes suffice for any values, and they only read v (4
-# bytes per element). At a density of 25 %, a search among candidates would make a step take twice as long.
+# This is a radix selection on the bits of ``|v|``. Histograms of BINS bins, from the top bits down, give the k-th
+# largest magnitude, and another pass writes the entries in order. A few passes suffice for any values, and they only
+# read v (4 bytes per element). At a density of 25 %, a search among candidates would make a step take twice as long.
 
 BINS = 2048
 _ALL_LANES = np.uint64(0xFFFFFFFFFFFFFFFF)
@@ -571,7 +571,7 @@ def _tally(v, bits, low, high, shift, bins):
 
 @helper
 def _kth_key_of_all(v, bits, k, bins):
-    """Return the same as ``kth_key``, but for all entries. More than k entries must not be 0."""
+    """Return the same as ``kth_key``, but for all entries. More than k entries must differ from 0."""
     low: Any = np.int64(0)
     high: Any = np.int64(MAGNITUDE)
     wanted = k

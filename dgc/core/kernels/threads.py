@@ -24,7 +24,7 @@ from dgc.core.kernels.simd import fetch_add
 from dgc.errors import ConfigError
 
 THREADS_VARIABLE = "DGC_NUM_THREADS"
-# Variables in which launchers give the number of ranks on this host. The first one that is set counts.
+# Launchers give the number of ranks on this host in one of these variables. The first one that is set counts.
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
 
 # How often a thread checks whether the work is done before it sleeps. This takes a few hundred microseconds.
@@ -83,7 +83,7 @@ class Team:
         self._finalizer.atexit = False  # daemon threads end with the process
 
     def run(self, threads: int, kernel: Callable[..., None], pieces: int, *arguments: object) -> None:
-        """Run a kernel on up to ``threads`` threads, the calling one included; raise what it raises on any thread.
+        """Run a kernel on up to ``threads`` threads, including the calling one; raise an error that any thread meets.
 
         After the call, even one that an interrupt ended, no thread works on the arguments' memory.
         """
@@ -97,14 +97,14 @@ class Team:
     def start(
         self, helpers: int, kernel: Callable[..., None], pieces: int, *arguments: object, keeps: object = None
     ) -> Work:
-        """Let up to ``helpers`` threads begin with a kernel while the calling thread does something else.
+        """Let up to ``helpers`` threads begin a kernel while the calling thread does something else.
 
         Args:
             helpers: the most threads; they are workers 1, 2, ...; the thread that calls ``finish()`` is worker 0.
             kernel: the kernel.
             pieces: how many pieces its work has.
             arguments: the kernel's arguments.
-            keeps: objects whose addresses are among the arguments. They are kept alive as long as a thread may work.
+            keeps: objects whose addresses are among the arguments. They stay alive as long as a thread may work.
 
         Returns:
             The work. Call its ``finish()`` before reading what the kernel writes.
@@ -136,13 +136,13 @@ class Work:
     def __init__(self, kernel: Callable[..., None], pieces: int, arguments: tuple[Any, ...], keeps: object) -> None:
         self._kernel, self._pieces, self._arguments, self._keeps = kernel, pieces, arguments, keeps
         self._progress = np.zeros(2, np.int64)
-        self.shared = False  # whether it was offered to another thread
+        self.shared = False  # whether the work was offered to another thread
         self._errors: list[Exception] = []
         self._started: list[int] = []
         self._finished: list[int] = []
 
     def help(self, worker: int) -> None:
-        """Help with the work, on a thread that it was offered to."""
+        """Help with the work; called on a thread that it was offered to."""
         self._started.append(worker)
         try:
             self._kernel(worker, self._progress, self._pieces, *self._arguments)
@@ -184,12 +184,12 @@ def _help(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         work, worker = job
         work.help(worker)
-        # While this thread waits for the next job, it must not keep this one alive.
+        # While this thread waits for its next job, it must not keep the finished one alive.
         del job, work
 
 
 def _wait_for(started: list[int], finished: list[int]) -> None:
-    """Wait until the helpers that have started are done, even if interrupted: their memory may be freed afterwards.
+    """Wait until the helpers that have started are done, even if interrupted: the memory they use may be freed next.
 
     A piece takes about a millisecond. A helper that starts later finds no piece.
     """

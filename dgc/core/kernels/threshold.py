@@ -25,7 +25,7 @@ from dgc.core.layout import SMALL
 # Columns of a row.
 NEXT = 0  # threshold of the next pass; with 0 all entries but zeros are candidates
 LEVEL = 1  # binary logarithm of the last k-th largest magnitude
-CHANGE = 2  # the change of LEVEL from the step before
+CHANGE = 2  # the change of LEVEL since the step before
 SPREAD = 3  # smoothed error of GROWTH: rises fast, falls slowly; errors below the expectation count twice
 SLOPE = 4  # how often the number of entries above a threshold halves for each doubling of the threshold
 ENTRIES = 5  # the k of the row
@@ -47,7 +47,7 @@ LARGEST_ERROR = 0.35
 SAFETY = 2.5  # the threshold lies below the predicted magnitude by this many times SPREAD
 # Expected candidates beyond k, as a share of k: at least SHARE, plus some for the noise of small counts; at most MOST.
 SHARE, MOST = 0.08, 4.0
-LIMIT = 12  # candidates that are kept, as a multiple of k
+LIMIT = 12  # at most this multiple of k candidates are kept
 # After a selection by histogram, the slope is measured between the k-th largest magnitude and this part of it.
 WIDER = 1.0 / 1.08
 
@@ -62,8 +62,8 @@ def new_thresholds(segments: int) -> np.ndarray:
 def threshold(row: np.ndarray, k: int, length: int) -> float:
     """Return the threshold of the next pass for one segment.
 
-    It is the least magnitude of a candidate. With 0, all entries that are not zero are candidates. With infinity, none
-    are: the segment is selected after the pass, because nothing is known yet or the density is high.
+    It is the least magnitude of a candidate. 0 makes all entries that are not zero candidates. Infinity means that
+    there are none, because nothing is known yet or the density is high: entries are then selected after the pass.
     """
     if k <= 0:
         return COLLECT_NOTHING
@@ -75,7 +75,7 @@ def threshold(row: np.ndarray, k: int, length: int) -> float:
 
 
 def most_candidates(k: int, length: int) -> int:
-    """Return how many candidates of a segment are kept; with more, it is selected after the pass."""
+    """Return how many candidates of a segment are kept. If there are more, entries are selected after the pass."""
     if length <= SMALL:
         return length
     return min(length, LIMIT * k + 1024)
@@ -114,7 +114,7 @@ def learn(row: np.ndarray, k: int, used: float, count: int, kth: float) -> None:
     if known:
         change, before = level - row[LEVEL], row[CHANGE]
         error = change - row[GROWTH]
-        # Nothing was expected of the first growth, so its error says nothing about expectations.
+        # The first growth was not predicted, so it says nothing about the error of predictions.
         if before != 0.0 or error < 0.0:
             size = min(max(-error, 0.5 * error), LARGEST_ERROR)
             row[SPREAD] += (RISE if size > row[SPREAD] else FALL) * (size - row[SPREAD])
