@@ -33,10 +33,10 @@ KIN = ("Adam", "AdamW", "Nadam", "Adamax")
 
 
 class Taken(float):
-    """A zero that replaces an SGD's momentum while the compressor applies it. It differs from a zero of the user."""
+    """The zero that replaces an SGD's momentum while the compressor applies it. A user's zero has another type."""
 
 
-# Methods of either Keras through which gradients pass on their way into the variables.
+# Methods, in Keras 3 or legacy Keras, through which gradients pass on their way to the variables.
 _UPDATES = (
     "apply_gradients",
     "apply",
@@ -54,7 +54,7 @@ _BEFORE_MOMENTUM = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_accumu
 
 
 def family(optimizer: object) -> str | None:
-    """Return the library that an optimizer belongs to, without importing it; None if the object is no optimizer.
+    """Return the library that an optimizer belongs to, without importing it; None if the object is not an optimizer.
 
     Raises:
         ConfigError: the optimizer is from ``tf_keras.optimizers.legacy``.
@@ -89,7 +89,7 @@ def without_loss_scale(optimizer: Optimizer) -> Any:
 
 
 def optimizer_variables(optimizer: Optimizer | None) -> list[Any]:
-    """Return all variables of an optimizer, also the learning rate, which legacy Keras does not list."""
+    """Return all variables of an optimizer, including the learning rate, which legacy Keras does not list."""
     family(optimizer)  # refuses legacy optimizers, whose `variables` is a method
     listed = list(getattr(optimizer, "variables", []))
     rate = getattr(without_loss_scale(optimizer), "learning_rate", None)
@@ -100,7 +100,7 @@ def before_momentum(optimizer: Optimizer) -> str | None:
     """Return the option with which a Keras optimizer clips or adds up gradients, as "name=value"; None without one."""
     for name in _BEFORE_MOMENTUM:
         value = getattr(optimizer, name, None)
-        # In Keras a threshold of 0 means none, and a threshold may have any type that can be compared.
+        # In Keras a threshold of 0 means no clipping, and a threshold may have any type that can be compared.
         if value is not None and _is_positive(value):
             return f"{name}={value}"
     return None
@@ -120,7 +120,7 @@ def is_sgd(optimizer: Optimizer) -> bool:
 
 
 def is_keras(optimizer: Optimizer, name: str) -> bool:
-    """Return whether the optimizer is of the class ``name`` of either Keras, or of a subclass."""
+    """Return whether the optimizer is of the class ``name``, from Keras 3 or legacy Keras, or of a subclass."""
     return any(
         c.__module__.partition(".")[0] in ("keras", "tf_keras") and c.__name__ == name for c in type(optimizer).__mro__
     )
@@ -142,7 +142,7 @@ def own_update(optimizer: Optimizer) -> str | None:
 
 
 def get_momentum(optimizer: Optimizer) -> tuple[float, bool]:
-    """Return an SGD's momentum and Nesterov. The momentum is 0 after :func:`clear_momentum`."""
+    """Return an SGD's ``momentum`` and ``nesterov``. The momentum is 0 after :func:`clear_momentum`."""
     with tf.init_scope():
         return float(optimizer.momentum), bool(optimizer.nesterov)
 
@@ -156,11 +156,11 @@ def clear_momentum(optimizer: Optimizer) -> None:
     """Make an SGD apply no momentum. Its ``nesterov`` stays, and has no effect.
 
     The SGD also stops writing into its momentum slots. At a momentum of 0, ``tf_keras`` would keep its last update
-    there, and a model loaded later would take that for a dense run's momentum.
+    there, and a model that is loaded later would take this update for a dense run's momentum.
     """
     optimizer.momentum = Taken()
     if family(optimizer) == LEGACY:
-        # Set on the instance: a new class would be saved with the model, and could not be loaded without dgc.
+        # Set this on the instance: a new class would be saved with the model, and could not be loaded without dgc.
         optimizer.update_step = functools.partial(_update_without_slots, optimizer)
 
 
@@ -176,7 +176,7 @@ def _update_without_slots(optimizer: Optimizer, gradient: object, variable: Vari
 
 
 def restore_momentum(optimizer: Optimizer, momentum: float) -> None:
-    """Give an SGD the momentum back that :func:`clear_momentum` took. Make slots if it was built in the meantime."""
+    """Give an SGD back the momentum that :func:`clear_momentum` took. Make slots if it was built in the meantime."""
     vars(optimizer).pop("update_step", None)
     optimizer.momentum = momentum
     if family(optimizer) == KERAS3 and momentum and optimizer.built:
@@ -194,7 +194,7 @@ def make_slots(optimizer: Optimizer) -> None:
 
 
 def prepare_slots(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
-    """Make an SGD's momentum slots if ``tf.train.Checkpoint`` holds values that wait for them."""
+    """Make an SGD's momentum slots if ``tf.train.Checkpoint`` has loaded values for them."""
     awaited = getattr(optimizer._variables, "_deferred_dependencies", {})
     if not any(name.isdigit() and found for name, found in awaited.items()):
         return
@@ -219,16 +219,16 @@ def slots_of(optimizer: Optimizer, slots: Sequence[Any], variables: Sequence[Var
     return [raw_variable(known.get(id(raw_variable(v)))) for v in variables]
 
 
-# Loads u of a variable: (place in the group, (numel,) values, the learning rate that the values contain).
+# A function that loads u of a variable: (place in the group, (numel,) values, the learning rate that these contain).
 Absorb = Callable[[int, np.ndarray, "float | None"], None]
 
 
 class FirstMoment:
     """The first moment of Keras 3's Adam and its relatives. The compressor applies it once entries are selected.
 
-    Until then every step is Adam's own. The optimizer's attribute ``beta_1`` holds a variable, which a traced step
-    reads. The exchange sets it to 0 before the update of the first step in which entries are selected. For the meaning
-    of u from then on see :mod:`dgc.core.config`.
+    Until then every step is Adam's own. The optimizer's attribute ``beta_1`` holds a variable that a traced step reads.
+    The exchange sets this variable to 0 before the update of the first step in which entries are selected. For the
+    meaning of u from then on, see :mod:`dgc.core.config`.
 
     Attributes:
         beta1: the user's beta1.
@@ -255,7 +255,7 @@ class FirstMoment:
             attributes["beta_1"] = self._variable
 
     def give_back(self) -> None:
-        """Give the optimizer its beta_1, and so its first moment, back for good."""
+        """Give the optimizer back its beta_1, and with that its first moment, for good."""
         vars(self._optimizer)["beta_1"] = self.beta1
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class FirstMoment:
     def begin(self, hyper: Hyper, steps: int, scale: Callable[[float], None], *, selects: bool) -> None:
         """Set the options of all variables for a step.
 
-        ``steps`` is the number of steps that the compressor has made, ``scale`` multiplies u by a factor, ``selects``
+        ``steps`` is the number of steps that the compressor has made. ``scale`` multiplies u by a factor. ``selects``
         says whether this step selects entries.
         """
         made, count = steps + (self.earlier_steps or 0), len(hyper.momentum)
@@ -314,15 +314,15 @@ class Adoption:
             None if it does not stay.
         moment: Adam's first moment, if the compressor applies it once entries are selected; else None.
         is_loss_scaled: whether a LossScaleOptimizer was given.
-        taken: whether a momentum was taken, even if it is 0 now.
+        taken: whether a momentum was taken, even if that momentum is 0 now.
         momentum, nesterov: the options that were taken; 0 and False if none were.
     """
 
     def __init__(self, optimizer: Optimizer | None, config: DGCConfig) -> None:
         """Take the momentum out of ``optimizer``, if possible before it has made slots for it.
 
-        With momentum taken, the exchange returns velocities. So an optimizer that clips or adds up gradients, or that
-        has an update method of the user, keeps its momentum, and the compressor does plain error feedback.
+        Once momentum is taken, the exchange returns velocities. So an optimizer that clips or adds up gradients, or
+        whose update method comes from the user, keeps its momentum, and the compressor does plain error feedback.
         """
         self.is_loss_scaled = without_loss_scale(optimizer) is not optimizer
         self.optimizer = optimizer = without_loss_scale(optimizer)
@@ -335,7 +335,7 @@ class Adoption:
         found = before_momentum(optimizer) or own
         if self.active and found and get_momentum(optimizer)[0]:
             self.active, self.left_for = False, found
-        self.active = self.active and not own  # a momentum that is assigned later is not taken either
+        self.active = self.active and not own  # not even a momentum that is assigned later is taken
         self.moment: FirstMoment | None = None
         if config.momentum is None and family(optimizer) == KERAS3 and any(is_keras(optimizer, name) for name in KIN):
             if not found:
@@ -357,7 +357,7 @@ class Adoption:
     def learning_rate(self, optimizer: Optimizer | None = None) -> tf.Tensor | float | None:
         """Return the current step's learning rate; None if it is not known.
 
-        ``optimizer`` is the one that steps, if that is Horovod's copy.
+        If Horovod's copy of the optimizer steps, ``optimizer`` is this copy.
         """
         return None if self.optimizer is None else learning_rate(optimizer or self.optimizer)
 
@@ -405,7 +405,7 @@ class Adoption:
         self._keep_config()
 
     def give_back(self) -> None:
-        """Give the optimizer its momentum back, and take nothing any more."""
+        """Give the optimizer its momentum back, and stop taking it."""
         if self.moment is not None:
             self.moment.give_back()
         if self.taken:
@@ -415,7 +415,7 @@ class Adoption:
         self.active, self.taken, self.moment = False, False, None
 
     def follow(self, optimizer: Optimizer | None) -> None:
-        """Take the momentum of Horovod's copy of the optimizer, because the copy is what steps."""
+        """Take the momentum of Horovod's copy of the optimizer, because the copy makes the steps."""
         copy = without_loss_scale(optimizer)
         if self.taken and copy is not self.optimizer and is_sgd(copy):
             clear_momentum(copy)
@@ -427,7 +427,7 @@ class Adoption:
         config = self._config
         momentum = self.momentum if self.active else config.momentum or 0.0
         if self.taken and not momentum and family(self.optimizer) == LEGACY:
-            momentum = NO_MEMORY  # as tf_keras at momentum 0: u keeps the last update, from which momentum may go on
+            momentum = NO_MEMORY  # as in tf_keras at momentum 0, u keeps the last update; a later momentum starts there
         nesterov = config.nesterov if config.nesterov is not None else self.nesterov
         decay = config.weight_decay or 0.0
         self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [decay] * count, [1.0] * count)
@@ -470,9 +470,9 @@ class Adoption:
 
 
 def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
-    """Refuse an optimizer that fails on gradients with few entries, or warn about it."""
-    # Adafactor divides by the product of two means of squares. Where a row and a column of the gradient hold only
-    # zeros, both means are epsilon_1; their product must not be 0 in float32.
+    """Refuse an optimizer that fails on gradients with few entries, or warn about one that works badly with these."""
+    # Adafactor divides by the product of two means of squares. If a row and a column of the gradient hold only zeros,
+    # both means are epsilon_1; their product must not be 0 in float32.
     if optimizer is not None and is_keras(optimizer, "Adafactor") and optimizer.epsilon_1 < 1e-16:
         raise ConfigError(
             f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients with few entries, as "
@@ -492,6 +492,6 @@ def _own_config(adoption: Adoption) -> dict[str, Any]:
 
 
 def is_adaptive(optimizer: Optimizer | None) -> bool:
-    """Return whether it is a class of Keras that divides by a running mean of squares or magnitudes."""
+    """Return whether the optimizer is one of Keras' that divide by a running mean of squares or magnitudes."""
     others = ("Adagrad", "Adadelta", "Adafactor", "RMSprop")
     return optimizer is not None and any(is_keras(optimizer, name) for name in (*KIN, *others))

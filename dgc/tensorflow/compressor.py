@@ -36,10 +36,10 @@ class DGCCompressor(HorovodCompressor):
     the optimizer keeps its momentum.
     """
 
-    optimizer: Optimizer | None = None  # the latest one given to adopt()
-    _lacks_residuals = False  # whether it came with a loaded model, which was saved without its residuals
+    optimizer: Optimizer | None = None  # the optimizer of the latest adopt()
+    _lacks_residuals = False  # whether the compressor came with a loaded model, which is saved without residuals
 
-    # The variables' names when they were first known. A saved model has them, because loading may rename variables.
+    # The first known names of the variables. They are saved with a model, because loading may rename variables.
     _names: Sequence[str] = ()
 
     def _read_loss_scale(self, value: Any) -> LossScale:
@@ -57,9 +57,9 @@ class DGCCompressor(HorovodCompressor):
     # -- binding -------------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer, process_set: ProcessSet | None = None) -> None:
-        """Take the momentum out of the optimizer, before it makes its variables. Asks no other rank.
+        """Take the momentum out of the optimizer, before it makes its variables. Not collective.
 
-        ``optimizer`` may be None after :meth:`bind` has failed: the optimizer from before is meant.
+        After :meth:`bind` has failed, ``optimizer`` may be None, which stands for the previous optimizer.
         """
         if self.adoption is not None:
             if optimizer is not None and self.adoption.optimizer is not optimizer:
@@ -86,7 +86,7 @@ class DGCCompressor(HorovodCompressor):
         Args:
             variables: the model's trainable variables.
             optimizer: the optimizer whose momentum is taken, if :meth:`adopt` was not called before.
-            process_set: the wrapper's process set; None means that of the option, or all ranks.
+            process_set: the wrapper's process set; None means the option ``process_set``, or all ranks.
         """
         if self.is_bound:
             if self.engine is not None:

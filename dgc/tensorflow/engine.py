@@ -45,7 +45,7 @@ from dgc.tensorflow.tensors import (
     warn_of_copies,
 )
 
-# Together with ``JOINED``: a callback has ended the sender's ``fit()``. In PyTorch the flag has another meaning.
+# With ``JOINED``, this flag says that a callback has ended the sender's ``fit()``. In PyTorch it has another meaning.
 ENDED = Flags.BY_TRAINING
 
 
@@ -94,11 +94,11 @@ class Group:
         """Exchange one step; return results in the variables' shapes, float32 or float64, and APPLY or REFUSED.
 
         Args:
-            indices: the variables that have a gradient, ascending; the others do not change, on all ranks.
-            gradients: of these variables.
+            indices: the variables that have a gradient, ascending; the others do not change on any rank.
+            gradients: the gradients of these variables.
             parameters: the values of these variables; empty if no weight decay needs them.
             hyper: the options of all variables of the model.
-            learning_rate: the same on all ranks.
+            learning_rate: the learning rate, which is the same on all ranks.
             follows: whether the adopted velocity contains the learning rate.
             joins: flags of a rank that takes part without data.
         """
@@ -110,8 +110,8 @@ class Group:
         hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
         if learning_rate is not None and follows:
             self.follow(learning_rate)
-        # Keras adds lr * g to its velocity. At a learning rate of 0 it adds nothing, and no variable moves by the
-        # results: momentum and residuals must not change either.
+        # Keras adds lr * g to its velocity. At a learning rate of 0, nothing is added, and the results move no
+        # variable. So momentum and residuals must not change either.
         before = self.exchange.state.copy() if learning_rate == 0.0 and follows else None
         for place in absent:
             hyper.weight_decay[place] = 0.0
@@ -169,7 +169,7 @@ class Group:
         self._runs = min(self._runs, 1)
 
     def forget(self) -> None:
-        """Empty residuals and momentum; keep the schedule and the statistics."""
+        """Set residuals and momentum to 0; keep the schedule and the statistics."""
         for bucket in self.exchange.state.buckets:
             bucket.u.fill(0)
             bucket.v.fill(0)
@@ -195,7 +195,7 @@ class Group:
     def _count_run(self) -> None:
         """Count a step, and compare the replicas before the second step.
 
-        Not before the first one, because Keras broadcasts an unbuilt model after it.
+        They are not compared before the first step, because Keras broadcasts an unbuilt model after that step.
         """
         if self._runs == 1:
             require_replicas(
@@ -213,14 +213,14 @@ class Group:
             bucket.u *= bucket.u.dtype.type(factor)
 
     def follow(self, learning_rate: float) -> None:
-        """Multiply u by lr_old/lr_new, unless the learning rate is 0: then nothing moves in this step."""
+        """Multiply u by lr_old/lr_new, unless the learning rate is 0 and nothing moves in this step."""
         if self.rate is not None and learning_rate not in (0.0, self.rate):
             self.scale_momentum(self.rate / learning_rate)
         if learning_rate or self.rate is None:
             self.rate = learning_rate
 
 
-_BYTES = 12  # of one element's gradient, momentum and residual in float32
+_BYTES = 12  # bytes of one element's gradient, momentum and residual in float32
 DENSE, NONE = "dense", "none"  # the kinds of gradient that a variable may have
 
 
@@ -329,7 +329,7 @@ class Engine(EngineBase):
             self.kinds = tuple(kinds)
             if (moment := self.adoption.moment) is not None:
                 moment.earlier_steps = self.adoption.steps if moment.earlier_steps is None else moment.earlier_steps
-            # Read here, because a graph may count the step before it exchanges the gradients.
+            # Read the number of steps here, because a graph may count the step before it exchanges the gradients.
             self._left_at = 0 if self._exchange is not None and self._exchange.state.step else self.adoption.steps
         still_some = DENSE in kinds or DENSE not in self.kinds
         for name, before, now in zip(self.names, self.kinds, kinds, strict=True):
@@ -343,7 +343,7 @@ class Engine(EngineBase):
         return indices, gradients
 
     def _warn_of_sparse(self, indices: Sequence[int]) -> None:
-        """Warn once of sparse gradients that are compressed, because their dense form takes memory."""
+        """Warn once about sparse gradients that are compressed, because their dense form takes memory."""
         sparsified = self.layout.sparsified()
         found = [i for i in indices if sparsified[self.names[i]]]
         if not found or self._warned_of_sparse:
@@ -361,7 +361,7 @@ class Engine(EngineBase):
             )
 
     def take_momentum(self) -> None:
-        """Take a momentum that the user has assigned since the last step, and after a reset the slots."""
+        """Take a momentum that the user has assigned since the last step; after a reset, also take the slots."""
         try:
             self.adoption.take()
             if self._has_loaded:
@@ -381,7 +381,7 @@ class Engine(EngineBase):
             moment.absorb([self.variables[i] for i in group.indices], steps, group.absorb)
 
     def group_of(self, indices: Sequence[int]) -> Group:
-        """Return the group, which must have these variables plus those without a gradient. The first call makes it."""
+        """Return the group, which must hold these variables and those without a gradient. The first call makes it."""
         if self.group is None:
             variables, layout = [self.variables[i] for i in indices], self._layout_of(indices)
             self.group = Group(indices, layout, variables, self._config, self.between, self._loss_scale)
@@ -406,7 +406,7 @@ class Engine(EngineBase):
     ) -> tuple[list[np.ndarray], int]:
         """Exchange one step of these variables: see :meth:`Group.run`."""
         self.require_open("gradient() or apply_gradients()")
-        self.take_momentum()  # here, because a graph is not traced again when the user assigns another momentum
+        self.take_momentum()  # here and not in begin(), because a new momentum does not make a graph be traced again
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.taken
@@ -473,7 +473,7 @@ class Engine(EngineBase):
         return any((a != samples(v)).any() for a, v in zip(before, self.variables, strict=False))
 
     def begin_anew(self, forget: bool) -> None:
-        """Continue with variables that were broadcast. Call it on all ranks; ``forget`` empties the state."""
+        """Continue with variables that were broadcast. Call it on all ranks. ``forget`` makes the state empty."""
         if self.group is None:
             return
         if forget:
@@ -500,7 +500,7 @@ class Engine(EngineBase):
             self.adoption.moment.earlier_steps = self.adoption.steps
         if self.group is not None:
             self.group.rate = None
-        # Another model may have been loaded, with a dense run's slots in its optimizer.
+        # The script may have loaded another model, whose optimizer has a dense run's slots.
         self._has_loaded = True
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -529,7 +529,7 @@ class Engine(EngineBase):
         return saved
 
     def _resolve_patterns(self, *all_names: Sequence[str]) -> None:
-        """Find the variables that the options name, under any of their names. Rank 0 warns if there are none."""
+        """Find the variables that the options name, by any of the variables' names. Rank 0 warns if none match."""
         self._named: dict[str, dict[str, set[int]]] = {
             option: {p: {i for names in all_names for i, n in enumerate(names) if fnmatchcase(n, p)} for p in patterns}
             for option, patterns in (("include", self._config.include), ("exclude", self._config.exclude))

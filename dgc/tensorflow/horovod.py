@@ -53,7 +53,7 @@ class TensorFlowHorovod(Horovod):
         return hvd
 
     def gather_bytes(self, message: np.ndarray, name: str) -> np.ndarray:
-        """Join the members' messages in rank order, also while a TensorFlow function is being traced."""
+        """Join the members' messages in rank order, even while a TensorFlow function is being traced."""
         return _collective(
             f"gather {message.size} bytes ({name})", self.module().allgather, message, name, self.members
         )
@@ -66,8 +66,8 @@ class TensorFlowHorovod(Horovod):
 def _collective(
     what: str, function: Callable[..., tf.Tensor], array: np.ndarray, name: str, process_set: ProcessSet, **options: Any
 ) -> np.ndarray:
-    """Run one of Horovod's collectives eagerly, also while a graph is being built, and return its result."""
-    # On the CPU, because a build with NCCL must not move bytes to a GPU. init_scope leaves the graph being built.
+    """Run one of Horovod's collectives eagerly, even while a graph is being built, and return its result."""
+    # Run it on the CPU, because a build with NCCL must not move bytes to a GPU. init_scope leaves the unfinished graph.
     with tf.init_scope(), tf.device("/cpu:0"):
         try:
             given = tf.constant(array)
@@ -85,7 +85,7 @@ class HorovodTransport(LibraryTransport):
     """A transport over the collectives of ``horovod.tensorflow``, called as eager operations.
 
     An eager operation runs on the calling thread. So it needs no thread of TensorFlow's pool, whose threads may all be
-    waiting for this exchange. One call takes about 3 ms, most of it Horovod's cycle time.
+    waiting for this exchange. One call takes about 3 ms; most of this is Horovod's cycle time.
     """
 
     name, shut_down = "horovod", SHUT_DOWN
@@ -115,7 +115,7 @@ class HorovodTransport(LibraryTransport):
 
 
 class CommonNames:
-    """Names of collectives that are the same on all ranks: numbers in the order in which variables are first used.
+    """Names of collectives that are the same on all ranks: variables are numbered in the order of their first use.
 
     Keras' own names contain counters, which differ on a rank that has built another model before.
     """
@@ -141,7 +141,7 @@ def gather_slices(slices: tf.IndexedSlices, name: str, process_set: ProcessSet, 
     hvd = import_horovod()
     options = {"process_set": process_set, "ignore_name_scope": True}
     kind = slices.values.dtype
-    given = tf.cast(slices.values, tf.float32) if kind == tf.bfloat16 else slices.values  # Horovod lacks a kernel
+    given = tf.cast(slices.values, tf.float32) if kind == tf.bfloat16 else slices.values  # Horovod has no such kernel
     values = hvd.allgather(given, name=f"{name}.values", **options)
     indices = hvd.allgather(slices.indices, name=f"{name}.indices", **options)
     if not is_sum:
@@ -174,7 +174,7 @@ def broadcast_in_order(variables: Sequence[tf.Variable], root_rank: int, process
         variable.assign(tf.cast(sent, value.dtype))
 
 
-# The number of values of a variable that are compared in each step: Horovod may run a graph for another model whose
+# This many values of a variable are compared in each step, because Horovod may run a graph for another model whose
 # variables have the same shapes.
 _PROBED = 16
 
@@ -184,7 +184,7 @@ _LOCAL = ("_local_sources", "_local_vars")
 
 @dataclass
 class Pending:
-    """A gradient that ``compress`` has got and ``decompress`` has not returned yet."""
+    """A gradient that was given to ``compress`` and was not returned by ``decompress`` yet."""
 
     index: int
     gradient: tf.Tensor
@@ -215,9 +215,9 @@ class HorovodCompressor(CompressorBase[Engine]):
     _turn: tf.Variable | None = None
 
     def claim(self, user: str) -> None:
-        """Remember the user of this compressor, and refuse a second one.
+        """Remember the user of this compressor, and refuse a second user.
 
-        A user is Horovod's own classes, a tape or a distributed optimizer.
+        A user is a tape, a distributed optimizer, or all of Horovod's own classes together.
         """
         if self._user not in (None, user):
             raise ConfigError(
@@ -284,7 +284,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         return ctx.result
 
     def __hash__(self) -> int:
-        """Hash by identity. Horovod does this when it builds an optimizer; refuse one that would never exchange."""
+        """Hash by identity. Horovod does so when it builds an optimizer; refuse one that would never exchange."""
         _refuse_horovods_keras3()
         return object.__hash__(self)
 
@@ -309,7 +309,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         values = [m.variable for m in members] if any(engine.adoption.hyper.weight_decay) else []
         step = _step_of(self, indices)
         given = [*(m.gradient for m in members), placeholder, tf.cast(probe, tf.float32)]
-        # TensorFlow keeps the order only of operations that change the same variable. Without this one, ranks would
+        # TensorFlow keeps operations in order only if they change the same variable. Without this variable, ranks would
         # exchange their variables in different orders.
         with tf.control_dependencies([self._turn.assign_add(1)]):
             results, _ = cross(step, given, self._rate, values, [m.variable for m in members])
@@ -320,7 +320,7 @@ class HorovodCompressor(CompressorBase[Engine]):
 def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
     """Return the function that the graph calls in each step.
 
-    It must not hold the compressor, because TensorFlow never drops the function.
+    The function must not hold the compressor, because TensorFlow never drops the function.
     """
     reference, count = weakref.ref(compressor), len(indices)
 
@@ -355,7 +355,7 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
 def _refuse_horovods_keras3() -> None:
     """Refuse Horovod's optimizer for Keras 3, which never exchanges anything and does not say so.
 
-    Horovod hashes the compressor when it builds an optimizer, and makes no later call.
+    Horovod hashes the compressor when it builds an optimizer, and never calls it after that.
     """
     for frame in _frames(10):
         owner = frame.f_locals.get("self")
@@ -380,7 +380,7 @@ def _horovods_call() -> _Call:
             pairs = list(found["vars"]), list(found["grads"])
         if pairs is not None and owner is None and family(candidate) is not None:
             owner = candidate
-        # Only in Horovod's own code: a script's objects may have attributes of these names.
+        # Look only in Horovod's own code: a script's objects may have attributes of these names.
         if _module(frame).partition(".")[0] == "horovod":
             attributes = getattr(candidate, "__dict__", {})
             has_local = has_local or any(attributes.get(name) for name in _LOCAL)

@@ -32,10 +32,10 @@ def join(compression: DGCCompressor) -> int:
             package.
 
     Returns:
-        The rank that joined last (the highest if there are several), to broadcast from; 0 in a job of one process.
+        The rank that joined last (the highest of several), from which to broadcast; 0 in a job of one process.
 
     Raises:
-        ConfigError: there was no such step; or Horovod's own classes, a LossScaleOptimizer or ``hierarchical`` is used.
+        ConfigError: there was no such step; or Horovod's classes, a LossScaleOptimizer or ``hierarchical`` are in use.
         DGCError: this or another rank failed.
 
     Warns:
@@ -63,7 +63,7 @@ def join(compression: DGCCompressor) -> int:
 
 
 def end_together(engine: Engine) -> None:
-    """Raise an error on all ranks if only some of them end ``fit()`` here. Change nothing."""
+    """Raise an error on all ranks if only some of them end ``fit()`` at this point. Change nothing."""
     if _obstacle(engine):
         return
     group = engine.group
@@ -77,7 +77,7 @@ def end_together(engine: Engine) -> None:
 
 
 def _follow_until_all_joined(engine: Engine, group: Group) -> int:
-    """Return which rank of the exchange joined last."""
+    """Return the rank, within the exchange, that joined last."""
     exchange, ranks, before = group.exchange, engine.transport.size, set(group.exchange.joined)
     try:
         while True:

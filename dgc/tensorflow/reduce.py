@@ -59,7 +59,7 @@ class Sums:
             np.add(total, array, out=total, casting="same_kind")
         self.passed = (self.passed + 1) % self.passes
         if self.passed:
-            # Copies, because TensorFlow keeps the arrays that it is given, and these still change.
+            # Return copies, because TensorFlow keeps the arrays that it is given, and these sums still change.
             return [total.copy() for total in self._sums]
         sums, self._sums = self._sums, []
         for total in sums:
@@ -75,13 +75,13 @@ class ReduceOptions:
     """A wrapper's options, without the optimizer and the compression.
 
     Attributes:
-        op: "average" or "sum", for the dense exchange; a compressor has its own.
-        process_set: the ranks that exchange; None for the compressor's own, or all.
+        op: "average" or "sum", for the dense exchange; a compressor has its own op.
+        process_set: the ranks that exchange; None for the compressor's ranks, or all ranks.
         sparse_as_dense: turn ``tf.IndexedSlices`` into tensors, which can be compressed.
         passes: ``backward_passes_per_step``: gradients of this many steps are added up before they are exchanged.
         average_passes: divide the added gradients by ``passes``.
         predivide: ``gradient_predivide_factor``: Horovod's dense exchange divides gradients by this number before it
-            sums them, and divides the rest afterwards. A compressor divides only once, in float32.
+            sums them, and does the rest of the division afterwards. A compressor divides only once, in float32.
     """
 
     op: str = "average"
@@ -163,7 +163,7 @@ class Reducer:
         self, engine: Engine, gradients: list[Gradient], variables: list[Variable]
     ) -> tuple[list[Gradient], tf.Tensor]:
         indices, gradients = engine.begin(variables, gradients)
-        # Sorted by index, so that the order of the caller's variables does not matter.
+        # Sort by index, so that the order of the caller's variables does not matter.
         dense = sorted((index, i) for i, index in enumerate(indices) if gradients[i] is not None)
         if not dense:
             return gradients, tf.constant(APPLY, tf.int32)
@@ -260,9 +260,9 @@ def _replaced(gradients: Sequence[Gradient], places: Sequence[int], results: Seq
 def _built_step_of(compression: DGCCompressor | None, sums: Sums, indices: Sequence[int] | None) -> Step:
     """Return the function that a graph calls in each step.
 
-    TensorFlow keeps this function until the process ends. So it must hold neither the compressor nor anything as large
-    as the model. The model holds the compressor (:meth:`DGCCompressor.bind`). If ``indices`` is None, the function only
-    adds up gradients.
+    TensorFlow keeps this function until the process ends. So the function must hold neither the compressor nor anything
+    as large as the model. The model holds the compressor (:meth:`DGCCompressor.bind`). If ``indices`` is None, the
+    function only adds up gradients.
     """
     reference = None if compression is None else weakref.ref(compression)
     adding, several = weakref.ref(sums), sums.passes > 1
@@ -356,7 +356,7 @@ class Settings(Reducer):
 
     @property
     def missing(self) -> Sequence[str]:
-        """Names of the options that a loaded model lacks and needs to exchange gradients."""
+        """Names of the options that a loaded model lacks but needs in order to exchange gradients."""
         return self.lost if self.lost and is_alone(self.process_set) is not True else ()
 
     def require_complete(self) -> None:
@@ -454,5 +454,5 @@ class HasSettings:
 
 def distributed_in(optimizer: Optimizer) -> Any:
     """Return dgc's distributed optimizer: the argument, or the one inside a LossScaleOptimizer; None without one."""
-    # Found by class, because a script's own optimizer may have attributes of the same names.
+    # Check the class, because a script's own optimizer may have attributes of the same names.
     return next((o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasSettings)), None)

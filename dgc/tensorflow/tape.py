@@ -79,7 +79,7 @@ def DistributedGradientTape(
 def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None) -> None:
     """Take the optimizer's momentum. Raise an error if the tape lacks an optimizer or a loss scale for it."""
     if compression.adoption is None and compression.optimizer is not None:
-        compression.adopt(None, process_set)  # the optimizer got its momentum back when bind() failed
+        compression.adopt(None, process_set)  # take it again: the optimizer got its momentum back when bind() failed
     adoption = compression.adoption
     if adoption is None:
         if compression.config.momentum is None and not is_alone(process_set):
@@ -115,18 +115,18 @@ class _DistributedTape(tf.GradientTape):
     ) -> Any:
         """Compute the gradients as ``tf.GradientTape.gradient`` does, and reduce them over all ranks.
 
-        ``use_generic_names`` only concerns Horovod's own collectives; dgc's have such names always.
+        ``use_generic_names`` only concerns Horovod's own collectives; dgc's always have such names.
         """
         own = super().gradient(target, sources, output_gradients, **options)
         variables = tf.nest.flatten(sources)
         self._refuse_momentum_twice(set(map(id, map(raw_variable, variables))))
-        # expand_composites=False makes tf.IndexedSlices and None leaves, as the variables are.
+        # With expand_composites=False, tf.IndexedSlices and None are leaves, as the variables are.
         given = tf.nest.flatten(own, expand_composites=False)
         results = self._dgc_reduce(given, variables, use_generic_names)
         return tf.nest.pack_sequence_as(sources, results, expand_composites=False)
 
     def _refuse_momentum_twice(self, chosen: set[int]) -> None:
-        """Refuse a second ``gradient()`` of a persistent tape, which would be a second step of the momentum."""
+        """Refuse a second ``gradient()`` of a persistent tape, because it would apply the momentum a second time."""
         compression = self._dgc_compression
         again = chosen & self._dgc_seen
         self._dgc_seen |= chosen

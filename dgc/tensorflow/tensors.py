@@ -25,7 +25,7 @@ from dgc.core.collectives import Transport
 from dgc.core.layout import Parameter
 from dgc.errors import ConfigError, LayoutError
 
-Variable: TypeAlias = tf.Variable  # or a variable of Keras 3, which holds one
+Variable: TypeAlias = tf.Variable  # or a variable of Keras 3, which holds a tf.Variable
 
 ALIGNMENT = 64  # bytes; TensorFlow copies NumPy memory that is not aligned for its kernels
 
@@ -38,7 +38,7 @@ def raw_variable(variable: Variable) -> tf.Variable:
 
 
 def unique_names(variables: Sequence[Variable]) -> list[str]:
-    """Return a name for each variable. If several have the same name, as plain ``tf.Variable``s may, number them."""
+    """Return a name for each variable. Number the variables of one name, which plain ``tf.Variable``s may share."""
     names, seen = [], dict[str, int]()
     for variable in variables:
         name = (getattr(variable, "path", None) or variable.name).removesuffix(":0")
@@ -69,7 +69,7 @@ def as_array(value: object) -> np.ndarray:
 
 
 def samples(variable: Variable) -> np.ndarray:
-    """Return a few values of a variable, (at most 8,) float64, for a comparison between ranks."""
+    """Return at most 8 values of a variable, as float64, to compare the variable between ranks."""
     with tf.init_scope():  # the ranks also compare while a graph is being traced
         values = as_array(raw_variable(variable))
     return values[sample_places(values.size)].astype(np.float64)
@@ -81,7 +81,7 @@ def largest_finite(dtype: tf.DType) -> float | None:
 
 
 class ResultPool:
-    """Arrays that TensorFlow gets as tensors without a copy. They are used again once TensorFlow has dropped them.
+    """Arrays that TensorFlow uses as tensors without a copy. They are used again once TensorFlow has dropped them.
 
     Allocating 100 MB takes as long as copying it, because of page faults.
     """
@@ -92,10 +92,10 @@ class ResultPool:
         self._blocks: list[list[np.ndarray]] = [[] for _ in self._shapes]
 
     def take(self, index: int) -> np.ndarray:
-        """Return an array of the shape of result ``index`` to which nothing else refers."""
+        """Return an array of the shape of result ``index``; nothing else refers to this array."""
         blocks = self._blocks[index]
         for place in range(len(blocks)):
-            # 2: the list's reference and getrefcount's argument. Any view would be a third reference.
+            # The two references are the list's and getrefcount's argument. Any view would be a third one.
             if sys.getrefcount(blocks[place]) == 2:
                 return self._view(blocks[place], index)
         numel = int(np.prod(self._shapes[index], dtype=np.int64))
@@ -183,8 +183,8 @@ def cross(
 
     Args:
         step: the Python function.
-        gradients: its gradients.
-        learning_rate: its learning rate.
+        gradients: the gradients for the step.
+        learning_rate: the learning rate for the step.
         parameters: variables whose values the step needs.
         before_changes_of: variables that the graph may change, for instance by weight decay, only after the step.
 

@@ -1,8 +1,8 @@
 """Horovod for torch: its ranks, its collectives as a transport, limits to its waits, and looks into Python frames.
 
-Horovod's and torch's interfaces do not tell three facts, which Python's frames show. ``hvd.DistributedOptimizer``
-derives a class from the given optimizer's, builds a new optimizer from its ``param_groups``, and gives a compressor no
-reference to it. ``hvd.broadcast_optimizer_state`` steps the optimizer with zero gradients, but only on ranks that have
+Only Python's frames show three facts that Horovod's and torch's interfaces hide. ``hvd.DistributedOptimizer`` derives a
+class from the given optimizer's, builds a new optimizer from its ``param_groups``, and gives a compressor no reference
+to the new one. ``hvd.broadcast_optimizer_state`` steps the optimizer with zero gradients, but only on ranks that have
 no state yet. ``GradScaler.step`` leaves no trace on an optimizer. No other module of this adapter looks into frames.
 """
 
@@ -75,9 +75,10 @@ class TorchHorovod(Horovod):
         return list(self.members.ranks or range(self.size))
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to overwrite each tensor of (name, root, tensor) with that of rank ``root``; call the result to wait.
+        """For each (name, root, tensor), begin to overwrite the tensor with that of rank ``root``.
 
-        Collective. A name must be the same on all ranks, and no other collective may have it at the same time.
+        Returns a function that waits for the end. Collective. A name must be the same on all ranks, and no other
+        collective may have it at the same time.
         """
         hvd, ranks = self.module(), self.ranks()
         pending: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -112,7 +113,7 @@ HOROVOD = TorchHorovod()
 
 
 def _gather_tensor(tensor: torch.Tensor, name: str, process_set: object) -> torch.Tensor:
-    """Return the members' tensors joined along their first dimension, as hvd.allgather does, in a tensor held by us."""
+    """Return the result of hvd.allgather, the ranks' tensors joined along their first dimension; see :func:`hold`."""
     from horovod.torch import mpi_ops
 
     joined = tensor.new()
@@ -124,7 +125,7 @@ def _gather_tensor(tensor: torch.Tensor, name: str, process_set: object) -> torc
 
 
 def _deal_tensor(tensor: torch.Tensor, ranks: int, name: str, process_set: object) -> torch.Tensor:
-    """Return the result of hvd.alltoall in a tensor held by us."""
+    """Return the result of hvd.alltoall; see :func:`hold`."""
     from horovod.torch import mpi_ops
 
     dealt, given = tensor.new(), torch.empty(0, dtype=torch.int32)
@@ -139,10 +140,10 @@ def _deal_tensor(tensor: torch.Tensor, ranks: int, name: str, process_set: objec
 def hold(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose gradient is ``tensor``; keep it for as long as Horovod may hold ``tensor``.
 
-    It prevents a deadlock. When the last C++ reference to a tensor goes, PyTorch takes the GIL to release its Python
-    object. At a shutdown Horovod's thread drops its tensors while it holds the lock of its queue. Another thread that
-    has the GIL and waits for this lock would wait for ever. A gradient is safe because its parameter refers to it. Our
-    own tensors need such a reference, too.
+    This prevents a deadlock. When the last C++ reference to a tensor goes, PyTorch takes the GIL to release the
+    tensor's Python object. At a shutdown, Horovod's thread drops its tensors while it holds the lock of its queue.
+    Another thread that has the GIL and waits for this lock would wait for ever. A gradient is safe because its
+    parameter refers to it. Our own tensors need such a reference, too.
     """
     holder = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)  # memory for one element
     holder.grad = tensor
@@ -161,7 +162,7 @@ class Placeholders:
     """The one-element tensors that Horovod reduces instead of gradients. They are reused."""
 
     def __init__(self) -> None:
-        self._holders: list[torch.Tensor] = []  # for all placeholders, also those that Horovod has after an error
+        self._holders: list[torch.Tensor] = []  # for all placeholders, even those that Horovod keeps after an error
         self._free: list[torch.Tensor] = []
 
     def take(self) -> torch.Tensor:
@@ -173,7 +174,7 @@ class Placeholders:
         return one
 
     def give_back(self, placeholder: torch.Tensor, value: float) -> None:
-        """Reuse a placeholder, in which Horovod has left ``value``; mostly 1.0, the average of ones."""
+        """Reuse a placeholder. Horovod has left ``value`` in it: mostly 1.0, the average of ones."""
         self._free.append(placeholder if value == 1.0 else placeholder.fill_(1.0))
 
 
@@ -181,11 +182,11 @@ class HorovodTransport(LibraryTransport):
     """A transport over the collectives of ``horovod.torch``, on CPU tensors that share memory with the caller's arrays.
 
     Tensor names are equal on all ranks and repeat from step to step, so that Horovod's response cache finds them. They
-    contain the size, because another size under the same name would miss that cache. One call takes about 2 ms on MPI,
-    most of it Horovod's cycle time and its polling.
+    contain the size, because another size under the same name would miss that cache. One call takes about 2 ms on MPI;
+    most of this is Horovod's cycle time and its polling.
 
-    Horovod may fuse a large sum with other tensors that are sent at the same time. So its last bits can differ between
-    two runs, but never between ranks.
+    Horovod may fuse a large sum with other tensors that are sent at the same time. So the sum's last bits can differ
+    between two runs, but never between ranks.
     """
 
     name, shut_down = "horovod", SHUT_DOWN
@@ -231,8 +232,8 @@ class Heartbeat:
     """Sums a 1.0 from every rank at the beginning of each step, if Horovod's collectives are the transport.
 
     A rank that has called ``hvd.join()`` answers an allreduce with zeros, but an allgather with an error that ends the
-    rank. If ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` is set, it limits the wait for the sum. Horovod's own inspector
-    does not check operations that are in the ranks' caches, as this one is after the first step.
+    rank. ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``, if set, limits the wait for the sum. Horovod's own inspector does not
+    check operations that are in the ranks' caches, and this operation is there after the first step.
     """
 
     def __init__(self, job: TorchHorovod, stats: Callable[[], Stats]) -> None:
@@ -265,7 +266,7 @@ class Heartbeat:
         except (RuntimeError, ValueError, TypeError) as error:
             if hvd.is_initialized():
                 raise
-            # After a shutdown, Horovod's own error is about a handle that was not created.
+            # After a shutdown, Horovod's own error only says that a handle was not created.
             raise TransportError(SHUT_DOWN) from error
         if round(total) != self._size:
             raise ConfigError(f"only {total:g} of {self._size} ranks exchange gradients: {JOINED}")
@@ -281,13 +282,13 @@ Owned = Callable[[torch.optim.Optimizer], None]
 
 
 class _Announcing(list[dict[str, Any]]):
-    """``param_groups`` that report the optimizer which Horovod builds from them."""
+    """``param_groups`` that report the optimizer when Horovod builds it from them."""
 
     base: weakref.ref[torch.optim.Optimizer]
     report: weakref.WeakMethod[Owned]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Report the optimizer that torch's constructor builds: it copies the groups into a list of its own."""
+        """Report the optimizer that torch's constructor builds, which iterates over the groups to copy them."""
         base, report = self.base(), self.report()
         if base is not None and report is not None:
             built = _caller(lambda found: _is_being_built(found, base))
@@ -297,14 +298,14 @@ class _Announcing(list[dict[str, Any]]):
         return list.__iter__(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Copy as a plain list, which belongs to no optimizer."""
+        """Copy the groups as a plain list, which belongs to no optimizer."""
         return list, (list(self),)
 
 
 def announce_owner(base: torch.optim.Optimizer, report: Owned) -> None:
     """Call ``report`` with the optimizer that Horovod is going to build from ``base``, as soon as it exists.
 
-    Do nothing if the groups are no plain list. Then the optimizer is found at its first gradient.
+    Do nothing if the groups are not a plain list. In this case, the optimizer is found at its first gradient.
     """
     if type(base.param_groups) is not list:
         return

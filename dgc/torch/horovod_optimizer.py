@@ -1,7 +1,7 @@
-"""Let Horovod's own ``DistributedOptimizer`` use our compressor, whose ``compress`` and ``decompress`` it calls.
+"""Let Horovod's own ``DistributedOptimizer`` use our compressor.
 
-Horovod passes each gradient to ``compress()``, reduces the one-element placeholder that it returns, and puts the result
-of ``decompress()`` into ``.grad``. ``horovod.py`` finds the optimizer that calls, and makes the placeholders.
+Horovod passes each gradient to ``compress()``, reduces the one-element placeholder that this method returns, and puts
+the result of ``decompress()`` into ``.grad``. ``horovod.py`` finds the calling optimizer, and makes the placeholders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dgc.torch.untraced import untraced
 
 
 class _WrappedTwice(ConfigError):
-    """Raised in the backward pass, as it is unknown which of the two optimizers the script will step."""
+    """Raised in the backward pass, because it is unknown which of the two optimizers the script will step."""
 
 
 class HorovodFrontEnd(FrontEnd):
@@ -34,8 +34,8 @@ class HorovodFrontEnd(FrontEnd):
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
 
     Attributes:
-        lost: whether a step was given up after its exchange had begun, which Horovod's optimizer cannot take back.
-        all_handed_over: whether all ranks had submitted all gradients of a step that is given up.
+        lost: whether a step was given up after its exchange had begun. Horovod's optimizer cannot undo such a step.
+        all_handed_over: whether all ranks had submitted all gradients of the step that was given up.
     """
 
     lost = all_handed_over = False
@@ -44,7 +44,7 @@ class HorovodFrontEnd(FrontEnd):
         super().__init__(engine)
         self._compressor = weakref.ref(compressor)
         self._begun_without: set[int] | None = None
-        self._handed: dict[int, tuple[torch.Tensor, int]] = {}  # index -> gradient, its version then
+        self._handed: dict[int, tuple[torch.Tensor, int]] = {}  # index -> gradient, and its version when submitted
         engine.follow(self)
 
     @property
@@ -82,27 +82,27 @@ class HorovodFrontEnd(FrontEnd):
     def hands_over_at_once(self) -> bool:
         """Whether Horovod's optimizer submits each gradient when it arrives, so that the first one begins a step.
 
-        It does not if it adds up several backward passes, or waits for groups of gradients.
+        This is not so if it adds up several backward passes, or waits for groups of gradients.
         """
         return self._optimizer.backward_passes_per_step == 1 and not self._optimizer._group_counts
 
     def hand_over(self, index: int, gradient: torch.Tensor) -> bool:
-        """Note a gradient that Horovod submits. Returns whether Horovod has made it, of zeros, as this rank has none.
+        """Note a gradient that Horovod submits. Return whether Horovod has made it of zeros, because there was none.
 
-        That is so if there was none when the step's first gradient came, and no backward pass has reached the
-        parameter since. Zeros that the script has set are a gradient, as in dense training.
+        That is so if the parameter had no gradient when the step's first gradient came, and no backward pass has
+        reached the parameter since. Zeros that the script has set are a gradient, as in dense training.
         """
         parameters, delays = self.engine.parameters, self._optimizer._allreduce_delay
         untouched = bool(delays.get(parameters[index]) == self._optimizer.backward_passes_per_step)
         if self._begun_without is None:
             self._begun_without = {i for i, p in enumerate(parameters) if p.grad is None}
-            if untouched:  # it had no gradient, and Horovod has made zeros for it already
+            if untouched:  # the parameter had no gradient, and Horovod has already made zeros for it
                 self._begun_without.add(index)
         self._handed[index] = gradient, gradient._version
         return untouched and index in self._begun_without and not gradient.any()
 
     def take_back(self) -> int | None:
-        """End the check when the first result is asked for. Returns the index of a changed gradient, or None."""
+        """End the check when the first result is asked for. Return the index of a changed gradient, or None."""
         handed, self._handed, self._begun_without = self._handed, {}, None
         for index, (gradient, version) in handed.items():
             if self.engine.parameters[index].grad is not gradient:
@@ -121,7 +121,7 @@ class HorovodFrontEnd(FrontEnd):
 
     @property
     def update_follows(self) -> bool:
-        """Whether Horovod's ``step()`` asks for the results, and not a script, which may look at them."""
+        """Whether Horovod's ``step()`` asks for the results, rather than a script, which may look at them."""
         if self.update is None or self.update.by_closure or not self.drives:
             return False
         return "synchronize" not in vars(self._optimizer)
@@ -148,8 +148,8 @@ class HorovodFrontEnd(FrontEnd):
     def give_up(self) -> None:
         """Forget the backward passes since the last step. If their exchange had begun, the next step is an error.
 
-        It is an error on all ranks or on none. If all ranks had submitted all gradients, some may have made the update,
-        and the others wait for their placeholders here.
+        The next step is an error on all ranks or on none. If all ranks had submitted all gradients, some ranks may have
+        made the update; the others wait here for their placeholders.
         """
         if not self.drives:
             return
@@ -204,7 +204,7 @@ class HorovodCompressor(CompressorBase[Engine]):
             "binds them"
         )
         if engine is None:
-            return tensor, None  # a process set of one rank, in which Horovod calls as well
+            return tensor, None  # Horovod also calls this in a process set of one rank
         front_end = self._front_end
         if front_end is not None and front_end.lost:
             raise ConfigError(
@@ -227,9 +227,10 @@ class HorovodCompressor(CompressorBase[Engine]):
             try:
                 result = self._submit(engine, tensor)
             except (StallError, _WrappedTwice):
-                raise  # the other ranks do not take part, or decompress() will not be called
+                raise  # either the other ranks do not take part, or decompress() will not be called
             except DGCError as error:
-                # If it were raised here, in a backward hook, the other ranks would wait for this rank's placeholder.
+                # If the error were raised here, in a backward hook, the other ranks would wait for this rank's
+                # placeholder.
                 self._pending_error = error
         placeholder = self._placeholders.take()
         engine.stats.beside += placeholder.nbytes
@@ -240,7 +241,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         """Wait for the exchange and return ``ctx``, mostly the gradient itself, which then holds the averaged result.
 
         Raises:
-            ConfigError: the placeholder shows another op than the compressor's, or a joined rank.
+            ConfigError: the placeholder shows that Horovod uses another op than the compressor, or that a rank joined.
             DGCError: this or another rank failed.
         """
         if ctx is None:

@@ -1,7 +1,7 @@
 """Let ranks with fewer batches take part in the others' steps: ``dgc.torch.join``, like ``hvd.join()``.
 
-A joined rank submits zeros, so that its momentum and residual are still sent, and its messages carry a flag. After each
-such step it copies the options of a rank that trains, and makes the same update. When every rank has set the joined
+A joined rank submits zeros, so that its momentum and residual are still sent, and its messages carry the joined flag.
+After each such step it copies the options of a rank that trains, and makes the same update. When every rank has set the
 flag, no rank had a gradient, and the exchange is undone.
 """
 
@@ -43,8 +43,9 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
         nothing.
 
     Raises:
-        ConfigError: an unknown ``divide_by``, no bound compressor, ``hierarchical=True``, or a sharded optimizer.
-        LayoutError: called between ``backward()`` and ``step()``.
+        ConfigError: ``divide_by`` is unknown, the compressor is not bound, or ``hierarchical=True`` or a sharded
+            optimizer is used.
+        LayoutError: it was called between ``backward()`` and ``step()``.
         DGCError: this or another rank failed.
     """
     if not (isinstance(compression, DGCCompressor) and compression.is_bound):
@@ -101,7 +102,7 @@ def _step_until_all_joined(engine: Engine, optimizer: Any) -> int:
 
 
 def _clear(engine: Engine) -> None:
-    """Clear every gradient: results, and sums of backward passes that were not exchanged."""
+    """Clear every gradient, whether it holds a result or a sum of backward passes that was not exchanged."""
     engine.front_end.give_up()
     for p in engine.parameters:
         p.grad = None
@@ -109,7 +110,7 @@ def _clear(engine: Engine) -> None:
 
 
 def _take_over_from_root(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:
-    """Overwrite what all ranks share by the values of one rank, unless they are equal."""
+    """Overwrite all that the ranks share with the values of the rank ``root``, unless they are equal already."""
     exchange, transport = engine.exchange, engine.transport
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     momentum = exchange.state.shared_momentum(exchange.schedule.begin)
@@ -144,5 +145,5 @@ def _take_over_from_root(engine: Engine, optimizer: Any, job: TorchJob, root: in
 
 
 def _moved_storage(storage: torch.UntypedStorage, place: str, device: torch.device) -> torch.UntypedStorage:
-    """Move memory of another rank's device, which may not exist here, to this rank's; host memory stays on the host."""
+    """Move memory from another rank's device, which may not exist here, to this rank's; host memory stays as it is."""
     return storage if place == "cpu" else storage.to(device=device)

@@ -44,13 +44,13 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
     """Momentum SGD with Deep Gradient Compression, under Paddle's names.
 
     It averages gradients itself, beginning in ``backward()``; do not wrap it in a ``DistributedOptimizer``. It has the
-    methods ``synchronize()`` and ``skip_synchronize()`` of one, and its attribute ``compression`` is the compressor.
+    same methods ``synchronize()`` and ``skip_synchronize()``, and its attribute ``compression`` is the compressor.
 
     Before ``rampup_begin_step`` it is momentum SGD on averaged gradients. From then on every tensor of at least
     ``min_numel`` elements sends its largest accumulated entries and keeps the rest for later.
 
-    One process compresses nothing, because that would only delay updates. Paddle then refuses to run; here it is a
-    warning, so that users can try a script without a launcher.
+    One process compresses nothing, because that would only delay updates. Paddle refuses to run with one process. Here
+    there is only a warning, so that users can try a script without a launcher.
 
     Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
     """
@@ -86,12 +86,12 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         Args:
             params: parameters, (name, parameter) pairs or group dicts. A group may have its own ``lr``, ``momentum``,
                 ``nesterov`` and ``regularization``. A parameter's attribute ``regularizer`` takes precedence; such
-                parameters are moved to groups of their own at the end.
+                parameters are moved to new groups at the end.
             learning_rate: the step size.
             momentum: the momentum factor, in [0, 1).
             rampup_begin_step: the first compressed step, counted from 0.
-            rampup_step: steps over which ``sparsity`` is walked through.
-            sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one is used
+            rampup_step: the number of steps over which the list ``sparsity`` is spread.
+            sparsity: shares of entries that are held back, each in an equal part of the ramp-up; the last one is used
                 afterwards.
             use_nesterov: Nesterov momentum.
             local_grad_clip_norm: c; the local gradient of a compressed tensor is scaled down to an L2 norm of
@@ -103,7 +103,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             min_numel: smaller tensors are sent dense.
             dtypes: names of the types that are compressed.
             exclude: name patterns (fnmatch) of parameters that are sent dense.
-            process_set: the Horovod process set to average over; None means all ranks: those of Horovod if it is
+            process_set: the Horovod process set to average over; None means all ranks, those of Horovod if it is
                 initialised, else those of torch.distributed.
             transport: "auto", "mpi", "horovod" or a transport.
             loss_scale: the script's ``GradScaler``, if it has one.
@@ -170,7 +170,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         distributed: Any = self
         self.zero_grad()
         loss.backward()
-        distributed.synchronize()  # so that gradients are written
+        distributed.synchronize()  # this writes the results into .grad
         with distributed.skip_synchronize():
             self.step()
         return [], [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -282,7 +282,7 @@ def _holding(group: dict[str, Any], pairs: Sequence[tuple[str, torch.Tensor]]) -
 
 @torch.no_grad()
 def _add_l1(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Turn SGD's weight_decay * p into weight_decay * sign(p), in a job without a compressor."""
+    """In a job without a compressor, turn SGD's weight_decay * p into weight_decay * sign(p)."""
     for group in optimizer.param_groups:
         for p in group["params"] if group["l1"] else ():
             if p.grad is not None:

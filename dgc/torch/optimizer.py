@@ -111,8 +111,8 @@ def DistributedOptimizer(
     """Let an optimizer compress and average its gradients during the backward pass.
 
     Arguments are those of ``horovod.torch.DistributedOptimizer``, and ``group``: the ``torch.distributed`` process
-    group whose ranks exchange gradients. Without ``group``, Horovod's ranks do if ``hvd.init()`` was called, otherwise
-    all ranks of ``torch.distributed``, which needs neither Horovod nor MPI.
+    group whose ranks exchange gradients. Without ``group``, all ranks of Horovod exchange gradients if ``hvd.init()``
+    was called, otherwise all ranks of ``torch.distributed``, which needs neither Horovod nor MPI.
 
     With ``compression=dgc.Compression.dgc(...)`` this call binds the compressor to the optimizer's parameters
     (collective). Without ``compression``, and with ``dgc.Compression.none`` or ``.fp16``, gradients are averaged in
@@ -198,7 +198,7 @@ def DistributedOptimizer(
 
 
 def _alone(optimizer: torch.optim.Optimizer) -> HorovodOptimizer:
-    """Give Horovod's methods to an optimizer whose process exchanges nothing."""
+    """Give Horovod's methods to an optimizer in a process that exchanges nothing."""
     itself = weakref.proxy(optimizer)
     vars(optimizer).update(
         synchronize=lambda: None,

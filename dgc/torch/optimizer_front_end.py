@@ -1,7 +1,7 @@
 """The front end of dgc's ``DistributedOptimizer``: it submits gradients, and has Horovod's methods.
 
-Backward passes are counted for each parameter. After the last one the gradient is submitted. It must not change until
-the results have come. ``step()``, or ``synchronize()`` before it, waits for them.
+Backward passes are counted for each parameter. After the last one the gradient is submitted. The gradient must not
+change until the results have come. ``step()``, or ``synchronize()`` before it, waits for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IN_DDP = (
 class HandedOver(NamedTuple):
     """A gradient that is being exchanged: the tensor, its version at the start, and the tensor for the result.
 
-    It must not change, as nobody knows whether the exchange reads it before the change or after it.
+    It must not change, because the exchange might read it before the change or after it.
     """
 
     gradient: torch.Tensor
@@ -72,7 +72,7 @@ class OptimizerFrontEnd(FrontEnd):
         """Register hooks on the engine's parameters, and give the optimizer the methods, which keep this object alive.
 
         Args:
-            optimizer: has an attribute ``backward_passes_per_step``. Other front ends over its parameters are ended.
+            optimizer: has an attribute ``backward_passes_per_step``. Other front ends for its parameters are ended.
             engine: exchanges the parameters' gradients.
             densified: indices of parameters whose sparse gradients are exchanged as dense ones.
             scaler: a GradScaler whose scale the engine knows, if there is one.
@@ -110,7 +110,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()`` exchange nothing inside the ``with`` block, as ``synchronize()`` has done it."""
+        """Let ``step()`` exchange nothing inside the ``with`` block, because ``synchronize()`` has already done so."""
         self._skipping = True
         try:
             yield
@@ -167,7 +167,7 @@ class OptimizerFrontEnd(FrontEnd):
     def _hand_over(self, index: int, p: torch.Tensor) -> None:
         """Begin the exchange of a gradient."""
         if absent := p.grad is None:
-            p.grad = torch.zeros_like(p)  # frozen or unused on this rank in this step; other ranks may have used it
+            p.grad = torch.zeros_like(p)  # p is frozen or unused here in this step; other ranks may have used it
         gradient = p.grad
         if gradient.is_sparse and index in self._densified:
             gradient = gradient.to_dense()
@@ -239,7 +239,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     def _require_unchanged(self) -> None:
         optimizer = self.owner
-        # The scaler divides gradients without changing their version.
+        # The scaler divides gradients without changing their version counters.
         if self._scaler and self._handed and optimizer and has_unscaled(self._scaler, optimizer):
             self._fail_changed(next(iter(self._handed)))
         for index, p in enumerate(self._parameters):
@@ -251,7 +251,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     def _fail_changed(self, index: int) -> None:
         """Raise the error about a gradient that was changed while it was exchanged."""
-        in_ddp = ddp_over(self._parameters)  # built after the optimizer was wrapped, or after the first step
+        in_ddp = ddp_over(self._parameters)  # DDP may be built after the wrapping, or even after the first step
         error = ConfigError(_IN_DDP) if in_ddp else LayoutError(CHANGED.format(self._names[index]))
         self.engine.fail(error, index)
 
@@ -291,7 +291,7 @@ class OptimizerFrontEnd(FrontEnd):
     # -- DistributedDataParallel over the same parameters ------------------------------------------------------------
 
     def _guard(self) -> None:
-        """Refuse the forward pass of a DistributedDataParallel over these parameters, but not its existence."""
+        """Refuse the forward pass of a DistributedDataParallel over these parameters. Building one is allowed."""
         for ddp in ddp_over(self._parameters):
             if id(ddp) not in self._guarded:
                 self._guarded[id(ddp)] = ddp.register_forward_pre_hook(weakly(self._refuse_ddp))

@@ -1,4 +1,4 @@
-"""Notice that a script saves, loads or broadcasts the state of an optimizer, for the optimizer's compressor.
+"""Notice, for an optimizer's compressor, that a script saves, loads or broadcasts the optimizer's state.
 
 An optimizer's state dict holds neither u nor v, which belong to one rank and one point of the training. If a script
 loads it without the compressor's own state, it goes back to another point. Then the compressor drops u and v on every
@@ -21,12 +21,12 @@ from dgc.torch.horovod import broadcasting, is_running
 from dgc.torch.tensors import is_sharded, samples
 from dgc.torch.untraced import weakly
 
-# A key of saved states. It marks a state that was saved after steps with a compressor, which has no momentum and would
-# look like a new one. Its value is moment_of() the optimizer, because an optimizer that was stepped without a
-# compressor later may still have the key.
+# A key of saved states. It marks a state that was saved after steps with a compressor. Such a state holds no momentum,
+# and would look like a new one without the key. The value is moment_of() the optimizer, because the key may remain in
+# an optimizer that is later stepped without a compressor.
 #
-# The key is stored in param_groups, so that an optimizer that is not bound yet keeps it in load_state_dict(); bind()
-# removes it. Under Horovod, and with sharded parameters, it is stored next to the groups instead, because
+# The key is stored in param_groups, so that load_state_dict() keeps it in an optimizer that is not bound yet; bind()
+# removes it. Under Horovod, and with sharded parameters, the key is stored next to the groups instead, because
 # hvd.broadcast_optimizer_state broadcasts the groups key by key, and torch's distributed checkpoints read each key of
 # the groups. In these two cases a state that is loaded before bind() looks like a new one.
 _STEPPED = "stepped_with_compressor"
@@ -45,7 +45,7 @@ class Change(NamedTuple):
         broadcast: the state was broadcast.
         stepped: the loaded state was saved after steps with a compressor, and does not hold the compressor's state.
         distributed: torch's distributed checkpoints have read the state.
-        kept: a state was loaded into the compressor. A state that is loaded into the optimizer belongs to it.
+        kept: a state was loaded into the compressor, and belongs to the state that is loaded into the optimizer.
     """
 
     restored: bool = False
@@ -60,7 +60,7 @@ class SavedState:
 
     Attributes:
         pending: the changes since the last step.
-        mark: the value of the saved key in the loaded state, or in the groups of the bound optimizer; "" without it.
+        mark: the key's value in the loaded state, or in the groups of the bound optimizer; "" if there is no key.
     """
 
     def __init__(self, adoption: Adoption, loaded: Callable[[], None]) -> None:
@@ -78,9 +78,9 @@ class SavedState:
         optimizer.register_load_state_dict_post_hook(weakly(self._after_loading))
 
     def compressor_loaded(self) -> None:
-        """Note that the compressor's state was loaded. A state that the optimizer loads before the next step fits it.
+        """Note that the compressor's state was loaded. It fits a state that the optimizer loads before the next step.
 
-        Call it on all ranks, as :meth:`forget`.
+        Like :meth:`forget`, call it on all ranks.
         """
         self.pending, self._has_stepped = Change(kept=True), True
 
@@ -108,7 +108,7 @@ class SavedState:
         return change
 
     def warn_of_loss(self, steps: int, change: Change, momentum: bool, warms_up: bool) -> None:
-        """Warn once about everything that is lost when a state is loaded only into the optimizer."""
+        """Warn once about all that is lost because a state was loaded only into the optimizer."""
         lost = [f"what was not sent yet in the {steps} steps before is dropped"] if steps else []
         if change.stepped and not steps:
             lost.append("what the saved run had not sent yet is dropped")
@@ -129,7 +129,7 @@ class SavedState:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _before_saving(self, optimizer: torch.optim.Optimizer) -> None:
-        self._saved_in_step = self._adoption.hides  # a hook of the script may save during a step
+        self._saved_in_step = self._adoption.hides  # the script may have a hook that saves during a step
         self._adoption.show()
         self._adoption.drop_empty(optimizer)
         if broadcasting():
@@ -157,7 +157,7 @@ class SavedState:
         """Return the state dict without empty entries and without our key."""
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-            return None  # torch raises an error about it
+            return None  # torch raises an error about this argument
         groups = [dict(group) for group in saved.get("param_groups", ())]
         self.mark = take_mark([*groups, dict(saved)])
         state = {key: entry for key, entry in saved["state"].items() if not is_empty_entry(entry)}

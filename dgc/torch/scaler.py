@@ -37,7 +37,7 @@ def _read_later(scale: torch.Tensor) -> Callable[[], float]:
 
 
 def steps_by_scaler() -> bool:
-    """Return whether a GradScaler steps the optimizer that is about to step."""
+    """Return whether a GradScaler calls the ``step()`` that is about to run."""
     scaler = stepping_scaler(_Scaler)
     return scaler is not None and scaler.is_enabled()
 
@@ -49,7 +49,7 @@ def has_unscaled(scaler: object, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def warn_of_unknown_scaler() -> None:
-    """Warn that a scaler steps an optimizer. It is no error, as a script may divide gradients before the exchange."""
+    """Warn that a scaler steps an optimizer. This is no error: a script may divide gradients before the exchange."""
     warnings.warn(
         "a GradScaler steps this optimizer, and the compressor does not know its scale: unless gradients are "
         "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "

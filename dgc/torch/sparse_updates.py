@@ -1,8 +1,8 @@
-"""Update parameters by the received entries alone: no dense result, no pass of the optimizer over all parameters.
+"""Update only the parameters' received entries, without a dense result or the optimizer's pass over all parameters.
 
 If the optimizer is a ``torch.optim.SGD``, and the compressor applies its momentum, Nesterov and decay, its step is
 only ``p <- p - lr * result``. The result is 0 nearly everywhere, and ``p - lr * 0`` is ``p``. The entries that are not
-0 are applied by the same function that SGD calls, so the parameters are the same bit for bit.
+0 are applied by the same function that SGD calls, so the parameters are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dgc.core.exchange.entries import EntrySum
 from dgc.torch.adoption import updating_class, users_class
 from dgc.torch.tensors import is_sharded, local
 
-# Returns the reason why an optimizer needs dense results in a step; None if it does not need them.
+# A function that returns why an optimizer needs dense results in a step; None if it does not need them.
 Obstacle = Callable[[torch.optim.Optimizer | None], str | None]
 
 
 class SparseUpdates:
     """Decides in each step whether the sums of entries are deferred, and applies them.
 
-    They are applied if ``step()`` itself ends the exchange, and ``.grad`` is then None. A script that calls
-    ``synchronize()`` gets dense results. From its second step on they are written during the backward pass.
+    The sums are applied if ``step()`` itself ends the exchange; ``.grad`` is None after that. A script that calls
+    ``synchronize()`` gets dense results, which are written during the backward pass from its second step on.
 
     Attributes:
         reason: why results are dense; None if updates are sparse, and "" before the first step.
@@ -48,13 +48,13 @@ class SparseUpdates:
             self._unwanted = "all tensors are sparsified: no .grad would show whether the script clears it"
         self._update_followed = True  # whether step() ended the latest exchange
         self.applied = False
-        self._apart: list[int] = []  # addresses of parameters that are known to share no memory
+        self._apart: list[int] = []  # addresses of parameters that are known not to share memory
         self.deferred: Sequence[EntrySum] | None = None
         self.obstacle: Obstacle | None = None
         self.reason: str | None = ""
 
     def begin(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Begin a step. Returns whether sums of entries are to be deferred in it."""
+        """Begin a step. Return whether sums of entries are to be deferred in it."""
         self.applied, self.deferred = False, None
         self.reason = self._refusal(optimizer)
         return self.reason is None
@@ -62,7 +62,7 @@ class SparseUpdates:
     def will_apply(self, optimizer: torch.optim.Optimizer | None, update_follows: bool) -> bool:
         """Return whether the deferred sums are applied after the exchange, instead of being written."""
         self._update_followed = update_follows
-        # An obstacle may have appeared since the step began. If there was one then, nothing was deferred.
+        # An obstacle may have appeared since the step began. If there was one already, nothing was deferred.
         if not update_follows or self.reason is not None or self.obstacle is None or self.obstacle(optimizer):
             return False
         if any(_is_part(p.grad) for p in self._parameters):
@@ -97,7 +97,7 @@ class SparseUpdates:
             if not (p.is_cpu and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()):
                 return "a parameter is not a contiguous float32 or float64 tensor on the CPU"
         addresses = list(map(torch.Tensor.data_ptr, shards))
-        if addresses != self._apart:  # one call updates entries of several parameters
+        if addresses != self._apart:  # check, because one call updates entries of several parameters
             spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in shards if p.numel())
             if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
                 return "two parameters share memory"
@@ -114,7 +114,7 @@ def _is_part(gradient: torch.Tensor | None) -> bool:
 
 
 def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:
-    """Return a function that tells why an optimizer's own pass over the parameters is needed."""
+    """Return a function that says why the optimizer must update all parameters itself."""
     ids = {id(p) for p in parameters}
     of_torch: list[object] = []  # SGD's step, after it was checked to be torch's
 

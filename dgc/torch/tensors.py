@@ -41,7 +41,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a ``DTensor``: FSDP2 makes these of parameters and gradients."""
-    module = sys.modules.get("torch.distributed.tensor")  # slow to import; not imported: no DTensor
+    module = sys.modules.get("torch.distributed.tensor")  # slow to import; if it is not imported, no DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
 
 
@@ -60,7 +60,7 @@ def set_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def describe(name: str, tensor: torch.Tensor) -> Parameter:
-    """Describe a parameter, or this rank's shard, for the core; types that the core refuses keep torch's name."""
+    """Describe a parameter, or this rank's shard of it, for the core; types that the core refuses keep torch's name."""
     dtype = _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
     return Parameter(name, tuple(local(tensor).shape), dtype)
 
@@ -116,9 +116,9 @@ class Places:
         self._names, self._parameters = names, parameters
         self._types = [p.dtype for p in parameters]
         self._first = True
-        self._owners: dict[int, int] = {}  # address -> index, of this step
+        self._owners: dict[int, int] = {}  # address -> index, in this step
         # FSDP2's gradients keep their values until results are delivered. Only the values show whether somebody has
-        # changed them meanwhile, as torch._foreach_mul_ does not raise the version of a DTensor.
+        # changed them meanwhile, because torch._foreach_mul_ does not raise a DTensor's version counter.
         self._sharing = {i for i, p in enumerate(parameters) if is_sharded(p)}
         self._apart: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # index, gradient and result of the first step
 
@@ -128,7 +128,7 @@ class Places:
         self._apart.clear()
 
     def end(self) -> None:
-        """Move results that need no memory of their own to their gradients, after the first step.
+        """After the first step, move results that need no separate memory into their gradients' memory.
 
         Gradients may be views of one buffer, whose owner clears all of it at once.
         """
@@ -149,7 +149,7 @@ class Places:
                 f"the gradient of {name!r} is {tuple(gradient.shape)} on {gradient.device}, the parameter is "
                 f"{tuple(parameter.shape)} on {parameter.device}; build a new compressor when parameters change"
             )
-        if gradient.dtype != built and torch.float64 in (gradient.dtype, built):  # whose state is float64
+        if gradient.dtype != built and torch.float64 in (gradient.dtype, built):  # float64 needs a float64 state
             wanted, given = (str(t).removeprefix("torch.") for t in (built, gradient.dtype))
             return LayoutError(
                 f"the gradient of {name!r} is {given}, the parameter was {wanted} when the compressor was built; "
@@ -201,7 +201,7 @@ def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> np.ndarray:
-    """Return (at most 9,) float64: :func:`samples` of a tensor and its L2 norm."""
+    """Return at most 9 float64 values: the :func:`samples` of a tensor, and its L2 norm."""
     return np.append(samples(tensor), float(torch.linalg.vector_norm(local(tensor).detach().float())))
 
 
@@ -212,7 +212,7 @@ _NATIVE = frozenset((torch.float32, torch.float64))
 
 
 def _written_as(dtype: torch.dtype) -> tuple[torch.dtype, float | None]:
-    """Return the type of the core's results for gradients of a type, and the largest value that these can hold."""
+    """Return the type of the core's results for gradients of ``dtype``, and the largest value that ``dtype`` holds."""
     limit = torch.finfo(dtype).max if dtype in (torch.float16, torch.bfloat16) else None
     return torch.float64 if dtype is torch.float64 else torch.float32, limit
 
@@ -231,7 +231,7 @@ class HostTensors:
 
     def result(self, tensor: torch.Tensor) -> Result:
         """Return the place for the result of ``tensor``: its own memory, or a wider array that the core can write."""
-        # Each torch call costs a microsecond, which counts with thousands of small gradients.
+        # Each torch call costs a microsecond, which matters with thousands of small gradients.
         flat = tensor.detach() if tensor.requires_grad else tensor
         if flat.dtype in _NATIVE and flat.is_cpu and flat.is_contiguous():
             return Result(tensor, flat.numpy().reshape(-1), None, True)
@@ -240,7 +240,7 @@ class HostTensors:
         return Result(tensor, place.numpy(), limit, False)
 
     def ready(self) -> Ready | None:
-        """Return what tells the kernels when they may read gradients; None: at once. See ``Submission``."""
+        """Return the object that tells the kernels when they may read gradients (see ``Submission``); None: at once."""
         return None
 
     def release(self) -> None:
@@ -274,7 +274,7 @@ class TorchStreams:
         self.device = device
 
     def ready(self) -> Ready:
-        """Return the current stream, to record an event after its present work."""
+        """Return the handle of the current stream, and a function that records an event after its present work."""
         stream = torch.cuda.current_stream(self.device)
         return Ready(int(stream.cuda_stream), partial(self._record, stream))
 
@@ -292,7 +292,7 @@ class TorchStreams:
         return torch.cuda.is_current_stream_capturing()
 
     def keep_for(self, tensor: torch.Tensor, stream: int) -> None:
-        """Keep memory from being reused before another stream, given by its handle, has finished with it."""
+        """Keep a tensor's memory from reuse until another stream, given by its handle, has finished with it."""
         tensor.record_stream(torch.cuda.ExternalStream(stream, device=self.device))  # type: ignore[arg-type]
 
     def allocate(self, nbytes: int, stream: int) -> int:
@@ -318,7 +318,7 @@ class DeviceTensors(HostTensors):
 
     @override
     def array(self, tensor: torch.Tensor) -> Array:
-        flat = tensor.detach().reshape(-1).contiguous()  # a copy, on the framework's stream, only of strided tensors
+        flat = tensor.detach().reshape(-1).contiguous()  # only a strided tensor is copied, on the framework's stream
         if not tensor.is_contiguous():
             self._streams.keep_for(flat, self.kernels.device.stream)
         return self._view(flat)
@@ -330,7 +330,7 @@ class DeviceTensors(HostTensors):
             return Result(tensor, self._view(flat.view(-1)), None, True)
         wide, limit = _written_as(flat.dtype)
         place = torch.empty(flat.numel(), dtype=wide, device=flat.device)
-        # It may be freed on a stream that has not waited for the kernels.
+        # The memory may be freed on a stream that has not waited for the kernels.
         self._streams.keep_for(place, self.kernels.device.stream)
         return Result(tensor, self._view(place), limit, False, place)
 
@@ -345,7 +345,7 @@ class DeviceTensors(HostTensors):
 
     @override
     def release(self) -> None:
-        if not self._streams.capturing():  # if it is, the step was refused for it, and no work has begun
+        if not self._streams.capturing():  # a step during a capture was refused, and no work has begun
             self.kernels.device.release_to(self._streams.current())
 
     def _view(self, flat: torch.Tensor) -> Array:
@@ -355,7 +355,7 @@ class DeviceTensors(HostTensors):
 def tensors_for(parameters: Sequence[torch.Tensor], algorithm: str | None = None) -> HostTensors:
     """Choose the GPU if all parameters are on one and CuPy can use it, else the host.
 
-    If gradients on a GPU must pass through the host, where each is copied and waited for, one warning gives the reason.
+    If gradients on a GPU must pass through the host, each of them is copied and waited for, and one warning says why.
     """
     devices = {p.device for p in parameters}
     if all(device.type == "cpu" for device in devices):

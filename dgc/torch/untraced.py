@@ -21,8 +21,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def untraced(function: Function) -> Function:
     """Return a function that ``torch.compile`` does not trace, as ``torch.compiler.disable`` does.
 
-    A mark on the code costs no time at a call, which matters with thousands of small gradients, and needs no import of
-    the compiler. If this version of torch has no such mark, ``torch.compiler.disable`` is used.
+    A mark on the code costs no time at a call, which matters with thousands of small gradients, and the compiler need
+    not be imported. If this version of torch has no such mark, ``torch.compiler.disable`` is used.
     """
     if not _mark(function.__code__):
         return torch.compiler.disable(function)
@@ -48,8 +48,8 @@ def weakly(method: Callable[..., Any], *arguments: object) -> Callable[..., Any]
 def leave_hooks_untraced() -> None:
     """Keep ``torch.compile`` from tracing the hooks that Horovod's optimizers register on parameters.
 
-    In a compiled function that calls ``backward()``, they are traced for each parameter, up to the compiler's limit.
-    All hooks share one code object, which is a constant in the code of ``_make_hook``.
+    In a compiled function that calls ``backward()``, the hooks would be traced for each parameter, up to the compiler's
+    limit. All hooks share one code object, which is a constant in the code of ``_make_hook``.
     """
     try:
         from horovod.torch.optimizer import _DistributedOptimizer
@@ -61,7 +61,7 @@ def leave_hooks_untraced() -> None:
 
 
 def _mark(code: CodeType) -> bool:
-    """Mark a code object, so that the compiler skips it and everything that it calls; return False without marks."""
+    """Mark a code object, so that the compiler skips it and all that it calls; return False if torch has no marks."""
     mark = getattr(eval_frame, "set_code_exec_strategy", None)
     if mark is not None:
         skip = eval_frame._FrameAction.SKIP

@@ -87,7 +87,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     optim: Optimizer
     optimizer_class: type[Optimizer]
     _ready = _knows_ddps = False
-    _shards_updates = True  # tells dgc's compressor that it may apply plain SGD updates to all shares itself
+    _shards_updates = True  # this tells dgc's compressor that it may apply plain SGD updates to all shares itself
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 memory; or parameters or options differ between ranks.
             RemoteError: another rank met one of these errors.
         """
-        if optimizer_class is None and isinstance(params, _OwnedGroups):  # Horovod derives a class, and builds it anew
+        if optimizer_class is None and isinstance(params, _OwnedGroups):  # Horovod builds an object of a derived class
             self._take_over(params)
             return
         with errors_on_all_ranks(job_of()):
@@ -163,7 +163,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._settle()
 
     def _take_over(self, groups: _OwnedGroups) -> None:
-        """Take everything from the optimizer that owns ``groups``; Horovod has derived this object's class from it."""
+        """Take all that the owner of ``groups`` has; Horovod has derived this object's class from the owner's."""
         origin = groups.owner()
         assert origin is not None, "Horovod holds it"
         taken = ("optim", "optimizer_class", "_job", "_transport", "_owners", "_flat", "_places", "_consolidated")
@@ -362,7 +362,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         The given dict is neither changed nor kept.
 
         Raises:
-            LayoutError: (a ValueError) it is no state dict, or its groups have other sizes.
+            LayoutError: (a ValueError) it is not a state dict, or its groups have other sizes.
         """
         _require_state_dict(state_dict)
         state_dict = dict(state_dict)
@@ -392,7 +392,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             after(self)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Return the local optimizer's ``state_dict()``: this rank's share, with numbers of its own."""
+        """Return the local optimizer's ``state_dict()``: this rank's share, with parameters numbered from 0."""
         return self.optim.state_dict()
 
     @staticmethod
@@ -464,7 +464,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return groups
 
     def _require_averaging_ranks(self) -> None:
-        """Refuse to share updates between ranks whose gradients are not averaged together."""
+        """Refuse to share updates among ranks whose gradients are not averaged together."""
         averaged, ours = getattr(self, "process_set", None), self._job.members
         if not isinstance(self._job, DistributedJob):
             if averaged is not None and getattr(averaged, "process_set_id", None) != getattr(
@@ -498,12 +498,12 @@ class ZeroRedundancyOptimizer(Optimizer):
 
 
 class _OwnedGroups(list[Group]):
-    """``param_groups`` with a reference to their optimizer, because Horovod builds another optimizer only from them."""
+    """``param_groups`` that refer to their optimizer, because Horovod builds another optimizer from nothing else."""
 
     owner: weakref.ref[ZeroRedundancyOptimizer]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[list[Group]], tuple[list[Group]]]:
-        """Copy as a plain list, which belongs to no optimizer."""
+        """Copy the groups as a plain list, which belongs to no optimizer."""
         return list, (list(self),)
 
 
@@ -583,7 +583,7 @@ def _require_shardable(groups: Iterable[Group]) -> None:
 
 
 def _comparable(value: object) -> object:
-    """Return an option as a value that JSON knows, for a comparison between ranks. Of other objects keep the type."""
+    """Return an option as a value that JSON knows, to compare it between ranks. Other objects become their type."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, Tensor):

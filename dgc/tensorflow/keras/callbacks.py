@@ -25,19 +25,19 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-# Used in place of a process set's number: the optimizer uses all ranks; this rank is not in the optimizer's set.
+# These stand in place of a process set's number: the optimizer uses all ranks; this rank is not in the optimizer's set.
 _ALL, _OUTSIDE = -1, -2
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Gives all ranks the weights and the optimizer's variables of one rank.
 
-    It does so before the first step, or after it if the model has no variables before. It also turns off XLA if Keras
-    chose it automatically (with a GPU), because XLA cannot compile an exchange.
+    It does so before the first step, or after that step if the model has no variables before. It also turns off XLA if
+    Keras chose XLA automatically (with a GPU), because XLA cannot compile an exchange.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "") -> None:
-        """Broadcast from ``root_rank``. ``device`` has no effect; Horovod's callback has it."""
+        """Broadcast from ``root_rank``. ``device`` has no effect; it exists because Horovod's callback has it."""
         super().__init__()
         self._root_rank = root_rank
         self.broadcast_done = False
@@ -50,7 +50,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcast if the model is built, and again if a rank has loaded another model since the last ``fit``.
 
-        After such a load, empty the compressor's residuals and momentum, which belong to the former model.
+        After such a load, set the compressor's residuals and momentum to 0, because they belong to the former model.
 
         Raises:
             ConfigError: ``compile(jit_compile=True)`` was called; or the model has no variables yet, and
@@ -140,7 +140,7 @@ def _engine_of(optimizer: Optimizer) -> Any:
 
 
 def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> None:
-    """Raise an error on every rank if a rank has loaded a model that cannot be trained, or not with the other ranks.
+    """Raise an error on every rank if one has loaded a model that cannot be trained, or not with the other ranks.
 
     ``missing`` and ``set_id`` are this rank's values; ``rows`` holds the values of all ranks.
     """
@@ -176,7 +176,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
     """Replaces each epoch's metrics by their mean over all ranks. Place it before callbacks that read them."""
 
     def __init__(self, device: str = "") -> None:
-        """``device`` has no effect; Horovod's callback has it."""
+        """Make the callback. ``device`` has no effect; it exists because Horovod's callback has it."""
         super().__init__()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -210,8 +210,8 @@ class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
         """Set the learning rate to ``initial_lr * multiplier(epoch)`` in epochs [start_epoch, end_epoch).
 
         ``multiplier`` is a function of the epoch, or the base of an exponential decay. With ``staircase`` the learning
-        rate changes only between epochs; without, at every step, which needs ``steps_per_epoch`` if Keras does not know
-        it.
+        rate changes only between epochs. Without, it changes at every step; this needs ``steps_per_epoch``, unless
+        Keras knows that number.
 
         Raises:
             ConfigError: ``initial_lr`` is None.
@@ -267,7 +267,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         hvd = import_horovod()
 
         def multiplier(epoch: float) -> float:
-            # One step ahead, so that each epoch ends at a round number.
+            # Count one step more, so that each epoch ends at a whole number.
             epoch += 1.0 / self._steps()
             return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
 

@@ -37,12 +37,12 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
                 ``.rank<r>.npz``.
             save_freq: "epoch", or a number of steps.
             restore: load a saved state when training begins.
-            resize: also load the state of a job with another number of ranks, all of whose files every rank must be
-                able to read. Residuals and momentum are redistributed so that their mean is kept. A single process
+            resize: also load the state of a job with another number of ranks. Every rank must be able to read all files
+                of that job. Residuals and momentum are redistributed so that their mean is kept. A single process
                 drops them, with a warning.
 
         Raises:
-            ConfigError: ``save_freq`` is something else.
+            ConfigError: ``save_freq`` is neither "epoch" nor a number of steps.
         """
         super().__init__()
         if save_freq != "epoch" and not (isinstance(save_freq, int) and save_freq > 0):
@@ -97,11 +97,11 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         """
         engine = self._engine
         if engine is None:
-            if self._is_alone:  # the file tells a later job of several ranks that one process saved it
+            if self._is_alone:  # such a file tells a later job of several ranks that one process has saved it
                 save_state(self._path(self._filled, 0), {**INACTIVE, ITERATIONS: self._iterations()})
             return
         engine.require_open("CompressionCheckpoint.save()")
-        # Asked on this rank only: if its step has failed, the others may be in the next step.
+        # Check this on this rank only: if its step has failed, the others may be in the next step.
         engine.require_between_steps("CompressionCheckpoint.save()", whole=True)
         asked, iterations = False, self._iterations()
 
@@ -163,7 +163,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     def _load(self, is_needed: bool) -> None:
         engine, compression = self._engine, self._owner.compression
         if engine is None:
-            # Warn only if the compressor has just begun; otherwise it has dropped the state before.
+            # Warn only if the compressor has just begun; otherwise it has dropped the state already.
             if self._is_alone and is_needed:
                 states, _ = self._found(0, 1, is_needed)
                 if len(states) > 1:

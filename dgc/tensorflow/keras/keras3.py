@@ -21,8 +21,8 @@ from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, Variable
 def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any], momentum_is_taken: bool) -> bool:
     """Load the variables that one process, several processes or a dense run has saved; return False if none fit.
 
-    If no momentum was saved, it begins at 0. If it was saved as slots, slots are made for it, and the compressor
-    moves them into its buffer in the first step.
+    If no momentum was saved, the momentum begins at 0. If it was saved as slots, slots are made for it, and the
+    compressor moves their values into its buffer in the first step.
     """
     slots = {id(slot) for slot in _slots(inner)}
     others = [v for v in inner.variables if id(v) not in slots]
@@ -55,8 +55,8 @@ PACKAGE = "dgc"
 def wrap_keras3(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
     """Wrap ``optimizer`` in the distributed optimizer that fits it.
 
-    Under the policy mixed_float16, Keras wraps every other optimizer in a LossScaleOptimizer, and each rank would
-    decide for itself whether to call ours. So then ours is a LossScaleOptimizer itself.
+    Under the policy mixed_float16, Keras wraps every optimizer that is not a LossScaleOptimizer in one, and each rank
+    would decide for itself whether to call the wrapped optimizer. So under this policy, ours is a LossScaleOptimizer.
     """
     if isinstance(optimizer, DistributedOptimizer):  # the optimizer of a loaded model that lacks options
         optimizer = optimizer.inner_optimizer
@@ -109,7 +109,7 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
 
     @property
     def momentum(self) -> float:
-        """The user's momentum, whether the optimizer or the compressor applies it. A new value counts at once."""
+        """The user's momentum, whether the optimizer or the compressor applies it. A new value takes effect at once."""
         adoption = self._dgc_settings.adoption
         if adoption is None or not adoption.taken:
             return self.inner_optimizer.momentum
@@ -131,7 +131,7 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         self._complete = True
 
     def _prepare(self) -> None:
-        """Take the user's momentum, if it is known by now that there are other ranks."""
+        """Take the user's momentum, if it is already known that there are other ranks."""
         self._dgc_settings.adopt(self.inner_optimizer)
 
     def __dir__(self) -> list[str]:
@@ -144,7 +144,7 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         return self.inner_optimizer.iterations
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Load what one process, several processes or a dense run has saved: see :func:`load_variables`."""
+        """Load the variables that one process, several or a dense run has saved: see :func:`load_variables`."""
         adoption = self._dgc_settings.adoption
         taken = adoption is not None and adoption.taken
         if not load_variables(self.inner_optimizer, self._variables, store, taken):
@@ -250,7 +250,8 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     def loss_scale_factor(self) -> Any:
         """The loss scale of the user's optimizer, or 1.0.
 
-        It is not None, because Keras skips the setter below when an attribute already has the new value.
+        After construction it is never None, because Keras does not call a setter if the attribute has the new value
+        already, and the setter below must be called.
         """
         return (self.inner_optimizer.loss_scale_factor or 1.0) if self._complete else None
 
@@ -266,7 +267,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
             )
 
     def finalize_variable_values(self, var_list: Sequence[Variable]) -> None:
-        """Let the user's optimizer do it, for its moving averages."""
+        """Let the user's optimizer finalize the values, because it may keep moving averages."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
 
@@ -299,7 +300,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
     def build(self, variables: Sequence[Variable]) -> None:
         """Build the user's optimizer and the loss scale."""
         self._prepare()
-        # Build it here, because Keras would build it without tracking attributes, and a variable that is an attribute,
+        # Build it here, because Keras would build it without tracking attributes. Then a variable that is an attribute,
         # as in Nadam, would not be saved.
         self.inner_optimizer.build(variables)
         super().build(variables)

@@ -37,7 +37,7 @@ from dgc.tensorflow.horovod import import_horovod, is_alone
 from dgc.tensorflow.reduce import ReduceOptions, Settings
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 
-_PLACE = ("iterations", "learning_rate")  # keys that a state has in addition to the compressor's
+_PLACE = ("iterations", "learning_rate")  # keys of a state in addition to those of the compressor's state
 
 _NAME = "dgc_momentum"
 
@@ -77,15 +77,16 @@ def DGCMomentum(
     learning rate acts at once. A variable without a gradient (None) does not change, as in Keras. Under the policy
     mixed_float16 the optimizer is a LossScaleOptimizer itself and all ranks skip the same steps.
 
-    One process compresses nothing, because that would only delay updates. Paddle then refuses to run; here it is a
-    warning, so that users can try a script without a launcher.
+    One process compresses nothing, because that would only delay updates. Paddle refuses to run with one process. Here
+    there is only a warning, so that users can try a script without a launcher.
 
     Args:
         learning_rate: the step size: a number or a Keras schedule.
         momentum: the momentum factor, in [0, 1).
         rampup_begin_step: the first compressed step, counted from 0.
-        rampup_step: steps over which ``sparsity`` is walked through.
-        sparsity: shares of entries held back, each for an equal part of the ramp-up; the last one is used afterwards.
+        rampup_step: the number of steps over which the list ``sparsity`` is spread.
+        sparsity: shares of entries that are held back, each in an equal part of the ramp-up; the last one is used
+            afterwards.
         use_nesterov: Nesterov momentum.
         local_grad_clip_norm: c; the local gradient of a compressed variable is scaled down to an L2 norm of
             c * sqrt(P).
@@ -157,7 +158,7 @@ class PaddleOptimizer(ExchangeMethods):
             loss: a function of no arguments that returns the loss; or the loss, with the tape that has recorded it.
             var_list: the variables, or a function that returns them; the same variables in every step.
             tape: the tape that has recorded the loss.
-            name: has no effect; legacy Keras has it.
+            name: has no effect; it exists because legacy Keras has it.
 
         Raises:
             ConfigError: ``loss`` is a tensor and there is no tape.
@@ -253,7 +254,7 @@ class FixedMomentum(Adoption):
         super().__init__(optimizer, options.to_config([]))
 
     def decayed(self, index: int, variable: Any) -> Any:
-        """Return x in the core's weight decay, G = clip(g) + c * x: the variable, or its sign for L1."""
+        """Return the x of the core's weight decay, G = clip(g) + c * x: the variable, or its sign for L1."""
         raw = raw_variable(variable)
         return tf.sign(raw) if self._by_sign else raw
 
@@ -279,13 +280,13 @@ class MomentumCompressor(DGCCompressor):
         """Do nothing, because the momentum is an argument."""
 
     def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
-        """Make the engine, also for one process, because nothing else applies the momentum."""
+        """Make the engine, even for one process, because nothing else applies the momentum."""
         names = self._names if len(self._names) == len(variables) else unique_names(variables)
 
         def build() -> dict[str, Any]:
             self.options.check_ranks(transport.size)
             rate = self.options.learning_rate
-            # It may refuse an optimizer that clips; an error raised here reaches all ranks.
+            # The constructor may refuse an optimizer that clips; an error raised here reaches all ranks.
             self.adoption = FixedMomentum(self.options, optimizer)
             shown = rate if isinstance(rate, float) else "a schedule"
             return {"learning_rate": shown, "regularization": repr(self.options.regularization)}
@@ -304,7 +305,7 @@ class MomentumCompressor(DGCCompressor):
             return super()._require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """Return this rank's state out of ``states``, which must be results of :meth:`state_dict`."""
+        """Return this rank's state from ``states``, which must be results of :meth:`state_dict`."""
         for state in [] if is_empty(states[0]) else states:
             require_keys(state, ("parameters", "step", "rank", "size", "format"))
         with as_state_error():

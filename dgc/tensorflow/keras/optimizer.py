@@ -31,7 +31,7 @@ def DistributedOptimizer(
     groups: object = None,
     process_set: ProcessSet | None = None,
 ) -> Optimizer:
-    """Make a Keras optimizer exchange gradients before it applies them.
+    """Make a Keras optimizer exchange gradients before they are applied.
 
     The arguments are those of ``horovod.tensorflow.keras.DistributedOptimizer``. With
     ``compression=Compression.dgc(...)`` gradients are sent compressed, and the momentum of an SGD moves into the
@@ -43,7 +43,7 @@ def DistributedOptimizer(
         ``compression`` is the compressor.
 
     Raises:
-        ConfigError: arguments do not fit together, momentum would be applied twice, or it is no Keras optimizer.
+        ConfigError: arguments do not fit together, momentum would be applied twice, or this is not a Keras optimizer.
     """
     settings = make_settings(locals())
     kind = family(optimizer)
@@ -71,8 +71,8 @@ def load_model(
     """Load a saved model, and make its optimizer distributed if it is not.
 
     The arguments are those of ``horovod.tensorflow.keras.load_model``; ``legacy_opts`` has no effect. ``compression``
-    is for the model of a dense run; the compressor takes its optimizer's momentum over. A model that was saved with a
-    distributed optimizer of dgc has a compressor already.
+    is for the model of a dense run; the compressor takes over the momentum of the model's optimizer. A model that was
+    saved with a distributed optimizer of dgc has a compressor already.
 
     Raises:
         ConfigError: ``compression`` is given for a model that has a compressor with all its options.
