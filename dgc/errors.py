@@ -9,7 +9,7 @@ __all__ = ["ConfigError", "DGCError", "LayoutError", "RemoteError", "StallError"
 
 
 class DGCError(Exception):
-    """Base of all errors raised on purpose."""
+    """The base class of all errors that this package raises on purpose."""
 
 
 class ConfigError(DGCError, ValueError):
@@ -40,9 +40,9 @@ Error = TypeVar("Error", bound=DGCError)
 
 
 def unraised(error: Error) -> Error:
-    """Return an equal error without a traceback, to keep.
+    """Return an equal error without a traceback, which may be stored for long.
 
-    An error that was raised refers to the frames that it has passed, and so to the caller's model.
+    An error that was raised refers to the frames that it has passed through, and so keeps the caller's model alive.
     """
     other = copy.copy(error)
     other.__cause__ = error.__cause__

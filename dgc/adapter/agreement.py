@@ -4,8 +4,8 @@ Ranks that disagree on an option or on a parameter would hang, or decode each ot
 describes itself at construction, and all ranks compare the descriptions. A difference, or an error on one rank, becomes
 an error on every rank.
 
-Once per compressor the ranks also compare a few values of every parameter. Without a broadcast each rank would train
-another model: the averaged gradients fit none of them, but the loss may still go down.
+Once per compressor the ranks also compare a few values of every parameter. Without a broadcast, each rank would train a
+different model: the averaged gradients would fit none of them, but the loss might still go down.
 
 P = number of ranks.
 """
@@ -40,7 +40,8 @@ def require_agreement(
 ) -> None:
     """Raise the same error on every rank unless all ranks gave the same description.
 
-    Costs one allgather of 24 bytes a rank when they agree. Collective: every rank must call it at the same point.
+    If the ranks agree, this costs one allgather of 24 bytes per rank. Collective: every rank must call it at the same
+    point.
 
     Args:
         transport: connects the ranks.
@@ -53,7 +54,7 @@ def require_agreement(
     Raises:
         DGCError: the descriptions differ. The error is of class ``error``. It names the first key that differs, in
             rank 0's order, with each rank's value.
-        RemoteError: another rank failed. If that error is one of this package, its class is raised instead.
+        RemoteError: another rank failed. If its error is one of this package's, that class is raised instead.
         TransportError: the ranks could not be asked.
     """
     descriptions = gather_if_different(transport, description)
@@ -99,7 +100,7 @@ def report(error: Exception, gather: Callable[[list[str]], object]) -> None:
     try:
         gather([type(error).__name__, str(error)])
     except TransportError as lost:
-        # As add_note() does, which Python 3.10 lacks.
+        # This does what add_note() does, which Python 3.10 lacks.
         note = f"and this could not be reported to the other ranks: {lost}"
         error.__notes__ = [*getattr(error, "__notes__", []), note]
 
@@ -111,7 +112,7 @@ def _raise_remote_error(descriptions: Sequence[Mapping[str, str]]) -> None:
 
 
 def error_of(rank: int, name: str, message: str) -> DGCError:
-    """Make the error that another rank has sent by :func:`report`."""
+    """Return the error that another rank has sent by :func:`report`."""
     own_class = getattr(errors, name, None)
     if isinstance(own_class, type) and issubclass(own_class, DGCError):
         return own_class(f"rank {rank}: {message}")
@@ -126,7 +127,7 @@ def _value_text(value: object) -> str:
     try:
         return json.dumps(value, sort_keys=True, default=repr)
     except (TypeError, ValueError):
-        # Keys that JSON cannot sort, or a value that contains itself.
+        # JSON cannot sort the keys, or a value contains itself.
         return json.dumps(repr(value))
 
 
@@ -178,7 +179,7 @@ _SAMPLES = 8
 
 
 def sample_places(numel: int) -> np.ndarray:
-    """Return which elements of a flat tensor are compared: (at most 8,) int64, spread over the tensor."""
+    """Return the places of the elements of a flat tensor to compare: at most 8 int64, spread over the tensor."""
     return np.unique(np.linspace(0, numel - 1, _SAMPLES).astype(np.int64)) if numel else np.empty(0, np.int64)
 
 
@@ -196,11 +197,11 @@ def require_replicas(
         transport: connects the ranks.
         values: a few values of each tensor, by the tensor's name.
         advice: the end of the error message, which says what to do.
-        sums: for each tensor a number below 2**52 that depends on all of its values.
+        sums: for each tensor, a number below 2**52 that depends on all of its values.
         tolerance: how much values may differ, relative to the largest value of their tensor.
 
     Raises:
-        ConfigError: the tensors differ; the message names the first one that does.
+        ConfigError: a tensor differs between ranks; the message names the first such tensor.
         TransportError: the ranks could not be asked.
     """
     own = np.concatenate([*(np.asarray(v, np.float64).reshape(-1) for v in values.values()), np.asarray(sums, float)])

@@ -1,8 +1,8 @@
-"""``python -m dgc bench``: measure the time of a step's exchange in this job, dense, in 16 bits and with DGC.
+"""``python -m dgc bench``: measure the time of a step's exchange in this job: dense, in 16 bits, and with DGC.
 
-DGC sends what ``steps=`` chooses for a training of that length with that optimizer. The command times real exchanges of
-one tensor over the job's transport, while no backward pass runs. The slowest rank's time counts. The time for a larger
-model is computed in proportion to its size.
+DGC sends as many entries as ``steps=`` chooses for a training of the given length with the given optimizer. The command
+times real exchanges of one tensor over the job's transport, while no backward pass runs. The slowest rank's time
+counts. The time for a larger model is computed in proportion to its size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAUNCH = (
 )
 
 _COLUMNS, _ROWS = 1024, 4096  # the largest shape of the tensor that is exchanged: 16 MiB of gradient
-_WARM_STEPS = 3  # first steps, not timed: memory is touched and thresholds settle
+_WARM_STEPS = 3  # the first steps are not timed: they touch memory for the first time, and thresholds settle
 _STEPS = 7  # timed steps, whose median counts
 _SHIFT = 4096  # the gradient of each step begins this much further in the random values
 
@@ -49,7 +49,7 @@ class Phase(NamedTuple):
 
 
 class Training(NamedTuple):
-    """A training and its compressor's option; the training's exchange is measured."""
+    """A training whose exchange is measured, and its compressor's option."""
 
     config: DGCConfig
     phases: list[Phase]
@@ -60,7 +60,7 @@ def training_of(arguments: argparse.Namespace) -> Training:
     """Return the training that the command line describes.
 
     Raises:
-        ConfigError: an option is out of range, or the library warns of the sparsity.
+        ConfigError: an option is out of range, or the library would warn about the sparsity.
     """
     steps, sparsity, adaptive = arguments.steps, arguments.sparsity, arguments.optimizer == "adamw"
     fixed = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
@@ -87,7 +87,7 @@ class Costs:
     sparse: tuple[float, ...]
 
     def advice(self, training: Training) -> str:
-        """Return which option to set. Stay dense unless compression saves a tenth of the time in the whole training."""
+        """Return the option to set: a dense one unless compression saves a tenth of the time of the training."""
         steps = [phase.steps for phase in training.phases]
         sparse = sum(n * seconds for n, seconds in zip(steps, self.sparse, strict=True)) / sum(steps)
         least = min(self.half, sparse)
@@ -145,7 +145,7 @@ class _TimedSteps:
         self._exchange.submit(0, gradient, self._result, self._parameter)
         self._exchange.finish()
         if not self._exchange.deferred():
-            np.subtract(self._parameter, self._result, out=self._parameter)  # as the optimizer would
+            np.subtract(self._parameter, self._result, out=self._parameter)  # this is what the optimizer would do
 
     def close(self) -> None:
         self._exchange.close()

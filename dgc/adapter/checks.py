@@ -19,7 +19,7 @@ from dgc.errors import ConfigError
 def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> list[Any]:
     """Return a compressor's tensors as a list; raise an error if there are none.
 
-    Errors call the tensors ``name``, and recommend to pass ``advice``.
+    Errors call the tensors ``name``, and advise the user to pass ``advice``.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(
@@ -35,7 +35,7 @@ def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> li
 
 
 def require_momentum_source(optimizer: object, config: DGCConfig, given: str) -> None:
-    """Require a momentum, or an optimizer that has one; ``given`` names the argument that holds the tensors."""
+    """Require a momentum, or an optimizer that has a momentum; ``given`` names the argument that holds the tensors."""
     if optimizer is None and config.momentum is None:
         raise ConfigError(
             f"Compression.{config.algorithm}({given}) also needs optimizer=, to take its momentum over; pass it, or "
@@ -77,7 +77,7 @@ def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
 
 
 def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:
-    """Warn if both the compressor and the optimizer smooth gradients. It is no error: somebody may want that."""
+    """Warn if both the compressor and the optimizer smooth gradients. This is no error: a user may want it."""
     if not momentum or not isinstance(beta1, (int, float)) or not beta1 > 0:
         return
     warnings.warn(

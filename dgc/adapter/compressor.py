@@ -32,7 +32,7 @@ class CompressorBase(Generic[EngineT]):
     """One compressor: its options, the model that it is bound to, and its state. Each framework has a subclass.
 
     Attributes:
-        works_alone: whether it has an engine also in a job of one process, because nobody else applies its momentum.
+        works_alone: whether it has an engine even in a job of one process, because nothing else applies its momentum.
         config: the validated options.
         engine: the model's engine; None before ``bind``, with one process, and outside the process set.
         is_bound: whether the compressor belongs to a model already.
@@ -93,7 +93,7 @@ class CompressorBase(Generic[EngineT]):
         return self._job.of(self._adapter.process_set, process_set)
 
     def errors_on_all_ranks(self, process_set: ProcessSet | None = None) -> contextlib.AbstractContextManager[None]:
-        """Raise an error of the ``with`` block on all ranks, because the others may wait in ``bind``."""
+        """Raise an error of the ``with`` block on all ranks, because the others may be waiting in ``bind``."""
         own = self._adapter
         return errors_on_all_ranks(self._job, own.process_set, process_set, transport=own.transport)
 
@@ -131,7 +131,7 @@ class CompressorBase(Generic[EngineT]):
             if self.engine is not None:
                 self.engine.close(keep_transport=True)
                 self.engine = None
-            if transport is not None and isinstance(choice, str):  # else it is the user's
+            if transport is not None and isinstance(choice, str):  # otherwise the transport belongs to the user
                 transport.close()
             undo()
             raise
@@ -156,7 +156,7 @@ class CompressorBase(Generic[EngineT]):
 
     @property
     def stats(self) -> Stats:
-        """Bytes sent and received, dense bytes, ratio, density and seconds: of the latest step, and in total."""
+        """Bytes sent and received, dense bytes, ratio, density and seconds, for the latest step and in total."""
         return self.engine.stats if self.engine is not None else Stats()
 
     def on_step(self, observer: Observer) -> Observer:
@@ -164,9 +164,9 @@ class CompressorBase(Generic[EngineT]):
 
         Args:
             observer: called with a dictionary of this rank's figures: "step" (its number, from 0), "refused",
-                "bytes_sent", "bytes_received", "dense_bytes", "small_bytes", "ratio", "density", and "seconds", by
-                phase. It is called after the exchange and before the update. If it raises, the error is logged and
-                it is not called again.
+                "bytes_sent", "bytes_received", "dense_bytes", "small_bytes", "ratio", "density", and "seconds" (by
+                phase). It is called after the exchange and before the update. If it raises an error, the error is
+                logged, and the observer is not called again.
 
         Returns:
             ``observer``.
@@ -176,17 +176,17 @@ class CompressorBase(Generic[EngineT]):
 
     @property
     def residual_norm(self) -> float:
-        """L2 norm of the gradients that this rank has not sent yet."""
+        """The L2 norm of the gradients that this rank has not sent yet."""
         return self.engine.residual_norm() if self.engine is not None else 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied or pickled: all but the observers. A compressor that is bound refuses."""
+        """Return the attributes to copy or pickle: all but the observers. A bound compressor raises an error."""
         if self.engine is not None:
             raise TypeError(CONNECTED)
         return {**self.__dict__, "_observers": []}
 
     def describe(self) -> dict[str, Any]:
-        """Return what the compressor does, for a log: step, density, end of the ramp-up, shares, buckets, transport.
+        """Describe the compressor for a log: step, density, end of the ramp-up, shares, buckets, transport.
 
         The dictionary is empty before the compressor is bound.
         """
@@ -198,7 +198,7 @@ class CompressorBase(Generic[EngineT]):
         Before the compressor is bound, this is the loaded state, or an empty one (also after ``resize=True``).
 
         Raises:
-            LayoutError: called in the middle of a step, or after one that failed.
+            LayoutError: it was called in the middle of a step, or after a step that failed.
         """
         if self.engine is not None:
             return self.engine.state_dict()
@@ -219,7 +219,7 @@ class CompressorBase(Generic[EngineT]):
 
         Raises:
             LayoutError: on some rank, the state is damaged or belongs to another model, rank, number of ranks or op; or
-                the ranks' states are of different steps. No rank's state is changed then.
+                the ranks' states are of different steps. No rank's present state is changed.
 
         Warns:
             RuntimeWarning: this process exchanges nothing, so it drops residuals and momentum.
@@ -238,7 +238,7 @@ class CompressorBase(Generic[EngineT]):
             self._pending = state, resize
 
     def fitting_state(self, state: object, resize: bool = False) -> dict[str, Any]:
-        """Check that :meth:`load_state_dict` will accept a state on this rank. Change nothing, ask no other rank.
+        """Check that :meth:`load_state_dict` will accept a state on this rank. Change nothing. Not collective.
 
         Returns:
             This rank's part of the state, to load without ``resize``; {} resets.
@@ -246,14 +246,14 @@ class CompressorBase(Generic[EngineT]):
         states = self._require_states(state, resize)
         if self.engine is not None:
             return self._own(states, resize)
-        if self.is_bound:  # then the op is final
+        if self.is_bound:  # a bound compressor's op does not change any more
             for each in states:
                 if each is not None and not holds_nothing(each):
                     require_op(each, self.config.op)
         return {}
 
     def _load(self, state: object, resize: bool, advice: str) -> None:
-        """Load a state on all ranks or on none: all ranks check theirs before one of them changes anything."""
+        """Load a state on all ranks or on none: all ranks check their states before any of them changes anything."""
         engine, found = self.engine, {}
         assert engine is not None
 
@@ -272,7 +272,7 @@ class CompressorBase(Generic[EngineT]):
         return require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """Return this rank's state out of ``states``, checked; {} resets."""
+        """Return this rank's state from ``states``, checked; {} resets."""
         assert self.engine is not None
         if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
             return {}
@@ -373,7 +373,7 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
 
         Args:
             options: the name of the constructor under "name", and its options. Numbers, true, false and null may be
-                texts, because YAML reads ``1e-4`` as a text.
+                strings, because YAML reads ``1e-4`` as a string.
 
         Raises:
             TypeError: an option is unknown; the message lists the valid ones.
@@ -394,7 +394,7 @@ class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
         made: Compressor = getattr(self, name)(**given)
         return made
 
-    if not TYPE_CHECKING:  # else a type checker would accept any name
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             return constructor(name, self, self._make)
@@ -407,7 +407,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def read(value: Any) -> Any:
-    """Turn texts into numbers, true, false and null, also inside a list; return other values unchanged."""
+    """Turn strings into numbers, True, False and None, even inside a list; return other values unchanged."""
     if isinstance(value, (list, tuple)):
         return [read(each) for each in value]
     if not isinstance(value, str) or value.lower() in _WORDS:

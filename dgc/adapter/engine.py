@@ -43,7 +43,7 @@ class EngineBase(abc.ABC):
         transport: connects the ranks; the engine closes it.
         between: carries gradients: ``transport``, or with ``hierarchical`` a transport that connects nodes.
         adoption: the options that were taken over from the optimizer.
-        layout: the layout of all tensors; once it is known which of them are exchanged, of these only.
+        layout: the layout of all tensors. Once it is known which tensors are exchanged, it holds only these.
         observers: functions that are called with the figures of each step.
         follows: whether ranks without data must make the same update as the others after the latest step.
     """
@@ -59,7 +59,7 @@ class EngineBase(abc.ABC):
         self.transport = transport
         self.between = transport
         self._config = config
-        self._exchange: Exchange | None = None  # until the adapter knows which tensors are exchanged
+        self._exchange: Exchange | None = None  # None until the adapter knows which tensors are exchanged
         self._at_end: weakref.finalize[Any, Any] | None = None
         self._is_closed = self.follows = False
         self.observers: list[Observer] = []
@@ -109,7 +109,7 @@ class EngineBase(abc.ABC):
 
         try:
             agree_or_raise(self.transport, described, self.what, LayoutError, self.advice)
-        except BaseException:  # the caller's transport is the caller's
+        except BaseException:  # the transport belongs to the caller, who must close it
             for each in self._nodes:
                 each.close()
             raise
@@ -120,7 +120,7 @@ class EngineBase(abc.ABC):
         if self._at_end is not None:
             self._at_end.detach()
         self._at_end = weakref.finalize(self, _close, self._exchange, *self._nodes, self.transport)
-        self._at_end.atexit = False  # the other ranks may be gone then
+        self._at_end.atexit = False  # at the end of the process, the other ranks may be gone
 
     # -- what it does --------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class EngineBase(abc.ABC):
         for observer in list(self.observers):
             try:
                 observer({"step": step, "refused": refused, **stats.last.as_dict()})
-            except Exception:  # such as a full disk: no reason to stop the other ranks
+            except Exception:  # an error such as a full disk is no reason to stop the other ranks
                 logger.warning(
                     "%r of on_step() failed in step %d and is not called again", observer, step, exc_info=True
                 )
@@ -174,7 +174,7 @@ class EngineBase(abc.ABC):
 
     @property
     def how_updated(self) -> str:
-        """How the latest results were applied: "sparse" (entry by entry), "dense" and the reason, or not known yet."""
+        """How the latest results were applied: "sparse" (entry by entry), "dense" with a reason, or not known yet."""
         return "dense"
 
     def require_open(self, what: str) -> None:
@@ -197,7 +197,7 @@ class EngineBase(abc.ABC):
         return {**state, **self.between.rank_info(), **self._extra_state()}
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
-        """Require that :meth:`load_state_dict` will accept a state. Change nothing, ask no other rank."""
+        """Require that :meth:`load_state_dict` will accept a state. Change nothing. Not collective."""
         if is_empty(saved):
             return
         require_place(saved, op=self._config.op, **self.between.rank_info())
@@ -227,7 +227,7 @@ class EngineBase(abc.ABC):
     def abandon(self) -> bool:
         """Give up a step that an error ended. Call it on all ranks.
 
-        Returns what ``Exchange.abandon`` returns: whether the unfinished step had all its gradients on all ranks.
+        Like ``Exchange.abandon``, return whether the unfinished step had all its gradients on all ranks.
         """
         return self._exchange is None or self._exchange.abandon()
 
@@ -240,7 +240,7 @@ class EngineBase(abc.ABC):
 
 
 def _close(exchange: Exchange | None, *transports: Transport) -> None:
-    """End the exchange's thread, then close the transports, unless the thread still waits there for a lost rank."""
+    """End the exchange's thread; then close the transports, unless the thread is still waiting in one of them."""
     if exchange is None or exchange.close():
         for transport in transports:
             transport.close()

@@ -67,12 +67,12 @@ class Job(abc.ABC):
     @property
     @abc.abstractmethod
     def included(self) -> bool:
-        """Whether this process is one of them."""
+        """Whether this process is one of these ranks."""
 
     @property
     @abc.abstractmethod
     def rank(self) -> int:
-        """This process' place among them."""
+        """This process' place among these ranks."""
 
     @property
     @abc.abstractmethod
@@ -85,7 +85,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def of(self, process_set: Any = None, other: Any = None) -> Job:
-        """Return the ranks that a compressor or its wrapper names; without a name, return these ranks."""
+        """Return the ranks that a compressor or its wrapper was given; if neither was given any, return these."""
 
     @abc.abstractmethod
     def op_name(self, op: object) -> str:
@@ -100,7 +100,7 @@ class Job(abc.ABC):
         """Make the transport among the ranks. Collective.
 
         Args:
-            choice: a name from :data:`dgc.adapter.transport_choice.CHOICES`, or on every rank a transport.
+            choice: a name from :data:`dgc.adapter.transport_choice.CHOICES`; or a transport, on every rank.
         """
 
     @abc.abstractmethod
@@ -108,7 +108,7 @@ class Job(abc.ABC):
         """Send an error to the ranks that wait in :meth:`make_transport`. Collective."""
 
 
-_SILENCE = 5.0  # seconds to wait for the other ranks before an error for them is printed here
+_SILENCE = 5.0  # seconds to wait for the other ranks before an error meant for them is printed on this rank
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ class Horovod(Job):
         module_name: the module that is imported.
         package: the adapter's name, for errors.
         process_set: the process set of these ranks; None for all ranks.
-        elastic: whether all ranks of an elastic job have reached the same place, so that constructors may communicate.
+        elastic: whether all ranks of an elastic job have reached the same point, so that constructors may communicate.
     """
 
     framework: ClassVar[str]
@@ -252,7 +252,10 @@ class Horovod(Job):
         return members
 
     def is_alone(self, process_set: ProcessSet | None = None) -> bool | None:
-        """Return whether this process exchanges nothing: one rank, or not in the set. None before ``hvd.init()``."""
+        """Return whether this process exchanges nothing: it is the only rank, or not in the set.
+
+        Return None before ``hvd.init()``.
+        """
         job = self.of(process_set)
         if not self.module(initialized=False).is_initialized():
             return None
@@ -262,7 +265,7 @@ class Horovod(Job):
 
     @override
     def gather(self, value: object, question: str) -> list[Any]:
-        # One line per rank: Horovod joins arrays of different lengths, and JSON texts contain no line ends.
+        # Send one line per rank: Horovod joins arrays of different lengths, and JSON texts contain no line ends.
         line = np.frombuffer((json.dumps(value) + "\n").encode(), np.uint8).copy()
         lines = self.gather_bytes(line, f"dgc.{self.members.process_set_id}.{question}")
         return [json.loads(text) for text in lines.tobytes().decode().splitlines()]
@@ -276,7 +279,7 @@ class Horovod(Job):
     @override
     def make_transport(self, choice: str | Collectives = "auto") -> Transport:
         if not isinstance(choice, str):
-            # This needs no Horovod, so that a test can use its own ranks.
+            # This works without Horovod, so that a test can use its own ranks.
             if isinstance(choice, Collectives):
                 return as_transport(choice)
             with errors_on_all_ranks(self):
@@ -349,7 +352,7 @@ def _plain_end() -> Callable[[], None] | None:
     addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
 
     def end() -> None:
-        for address in addresses:  # the last one runs first
+        for address in addresses:  # the handler that is registered last runs first
             register(address, None)
 
     return end
@@ -363,7 +366,7 @@ def same_set(one: ProcessSet | None, other: ProcessSet | None) -> bool:
 
 
 def check_placeholder(value: float, *, op: str, size: int) -> None:
-    """Check the sum or mean that Horovod made of a 1.0 from every rank. It reveals another op and joined ranks."""
+    """Check the sum or mean that Horovod made of a 1.0 from every rank. It reveals a wrong op and joined ranks."""
     expected = float(size) if op == "sum" else 1.0
     if abs(value - expected) < 1e-3:
         return

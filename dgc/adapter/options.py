@@ -21,13 +21,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Options about a rank's surroundings. They are not part of the mathematics, which all ranks must share."""
+    """Options about a rank's surroundings, apart from the mathematics, whose options are in ``DGCConfig``."""
 
-    # What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or torch.distributed.
+    # The library that carries the messages; "auto" takes MPI if Horovod runs on MPI, else Horovod or torch.distributed.
     transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport = "auto"
     # The factor of the loss: a number, a function that returns it, or the framework's loss scaler.
     loss_scale: Any = 1.0
-    # Horovod's process set of the ranks that exchange; None: all ranks.
+    # The Horovod process set whose ranks exchange; None: all ranks.
     process_set: ProcessSet | None = None
 
 
@@ -56,7 +56,7 @@ def refused_uncalled(make: Function) -> Function:
 
 
 def by_name(function: Function) -> Function:
-    """Make a declared constructor call ``_make`` with its own name and the given arguments, without defaults."""
+    """Make a declared constructor call ``_make`` with its own name and only the arguments that were given."""
 
     @functools.wraps(function)
     def make(self: Any, *args: Any, **options: Any) -> Any:

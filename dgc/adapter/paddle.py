@@ -93,7 +93,7 @@ def check_regularizer(value: Any, what: str) -> Regularizer:
 
 
 def coefficients(regularizer: Regularizer) -> tuple[float, float]:
-    """Return the coefficients (L1, L2), of which at least one is 0."""
+    """Return the coefficients (L1, L2); at least one of them is 0."""
     coefficient = 0.0 if regularizer is None else float(regularizer.regularization_coeff)
     return (coefficient, 0.0) if isinstance(regularizer, L1Decay) else (0.0, coefficient)
 
@@ -125,7 +125,7 @@ class PaddleOptions:
     codecs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check everything that needs no other rank.
+        """Check everything that can be checked without other ranks.
 
         Raises:
             ArgumentError: (an AssertionError and a ValueError) a value is wrong, and Paddle would raise AssertionError.
@@ -193,7 +193,7 @@ class PaddleOptions:
     def check_rate_is_number(self) -> None:
         """Require that the learning rate is a number, because PyTorch's schedulers change it."""
         try:
-            number = float(self.learning_rate)  # a tensor, too
+            number = float(self.learning_rate)  # this also accepts a tensor
         except (TypeError, ValueError):
             number = math.nan
         if not (math.isfinite(number) and number >= 0):
@@ -209,14 +209,14 @@ class PaddleOptions:
 
 
 def one_rate(learning_rate: Any, lr: Any) -> Any:
-    """Return the learning rate, which may be given under two names."""
+    """Return the learning rate, which may be given under either of two names."""
     if learning_rate is not None and lr is not None:
         raise ConfigError("learning_rate and lr mean the same; give one of them")
     return learning_rate if lr is None else lr
 
 
 def require_parameters(params: object) -> None:
-    """Refuse arguments in Paddle's order, which has no ``params`` in the first place."""
+    """Refuse arguments in Paddle's order, which does not begin with ``params``."""
     if params is None or isinstance(params, (int, float)):
         raise TypeError(
             "params is missing: the first argument is what to train, such as model.named_parameters() (Paddle's "
@@ -230,7 +230,7 @@ def warn_of_one_process() -> None:
 
 
 def _literally(name: str) -> str:
-    """Return a pattern that matches this name only."""
+    """Return a pattern that matches only this name."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 

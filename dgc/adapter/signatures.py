@@ -131,10 +131,10 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             exchange: "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: if
                 that takes fewer bytes, the positions are divided among the ranks, and each rank adds up the entries at
                 its positions for all.
-            transport: What carries the messages; "auto" takes MPI where Horovod runs on it, else Horovod or
+            transport: The library that carries the messages; "auto" takes MPI if Horovod runs on MPI, else Horovod or
                 torch.distributed.
             loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.
-            process_set: Horovod's process set of the ranks that exchange; None: all ranks.
+            process_set: The Horovod process set whose ranks exchange; None: all ranks.
 
         Raises:
             TypeError: an unknown option; the message lists the valid ones.

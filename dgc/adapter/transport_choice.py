@@ -21,7 +21,7 @@ _QUESTION = "transport.choice"
 def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod: Callable[[], Transport]) -> Transport:
     """Make the transport for a group of ranks. Collective.
 
-    All ranks decide from the same answers. Otherwise one rank could wait in one library, and another rank in another.
+    All ranks decide from the same answers. Otherwise two ranks could wait for each other in different libraries.
 
     Args:
         choice: "mpi": mpi4py on the MPI that Horovod runs on. "horovod": Horovod's own collectives. "auto": mpi if
@@ -41,7 +41,8 @@ def choose_transport(choice: str, hvd: ModuleType, gather: Gather, make_horovod:
         return MPITransport(expect_rank=hvd.rank(), expect_size=hvd.size(), ranks=ranks)
     if choice == "mpi":
         raise TransportError(f'transport="mpi" cannot be used. {refusal}. transport="auto" or "horovod" works here.')
-    # Under Gloo Horovod's collectives are the right choice. Under MPI they are slower, and nobody would notice.
+    # Under Gloo, Horovod's collectives are the right choice. Under MPI they are slower; without a warning nobody would
+    # notice.
     if hvd.mpi_enabled() and answers[0]["rank"] == hvd.rank():
         warn_once(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {refusal}")
     return make_horovod()
@@ -91,7 +92,7 @@ def _require_known_choice(answers: list[dict[str, Any]]) -> None:
 
 
 def _why_not_mpi(hvd: ModuleType) -> str | None:
-    """Return why this rank cannot use mpi4py beside Horovod; None if it can. Ask no other rank."""
+    """Return why this rank cannot use mpi4py beside Horovod; None if it can. Not collective."""
     if not hvd.mpi_built():
         return "Horovod was built without MPI"
     if not hvd.mpi_enabled():

@@ -22,7 +22,7 @@ from dgc.transport.local import run_ranks
 Chosen = TypeVar("Chosen")
 
 _SHAPES = {"matrix": (400, 400), "small": (64,)}  # the matrix is large enough for several threads
-_STEPS = 3  # the first step may be dense, the second one has no thresholds yet
+_STEPS = 3  # the first step may be dense, and the second one has no thresholds yet
 
 _warm: set[DGCConfig] = set()  # options whose kernels were compiled in this process
 
@@ -47,7 +47,7 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
         if not known:
             with compiling(f"codecs-{name}", part="codecs"):
                 _run_steps(small, ReferenceKernels())
-                if config.exchange != "gather":  # two ranks gather; owners code their sums with this codec
+                if config.exchange != "gather":  # two ranks always gather, but owners code their sums with this codec
                     sums = SUM_VALUES.get(config.values, config.values)
                     _run_steps(dataclasses.replace(small, values=sums), ReferenceKernels())
 
@@ -70,7 +70,7 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
 
 
 def _of_small_tensors(config: DGCConfig) -> DGCConfig:
-    """Return options with which a few steps of small tensors run all code that a real training runs."""
+    """Return options that make a few steps of small tensors run all code that a real training runs."""
     return dataclasses.replace(
         config,
         momentum=config.momentum or 0.9,

@@ -1,7 +1,7 @@
 """Groups of ranks that exchange as one: the ranks of a node share memory, and only one message leaves it.
 
-P = number of nodes, m = message bytes. All ranks of a node have the same message. The lowest one, its *leader*,
-exchanges it with the leaders of the other nodes and broadcasts their messages within the node.
+P = number of nodes, m = message bytes. All ranks of a node have the same message. The node's lowest rank, its *leader*,
+exchanges this message with the leaders of the other nodes, and broadcasts their messages within the node.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dgc.errors import ConfigError, TransportError
 
 logger = logging.getLogger("dgc")
 
-# Bytes of two int64 before a leader's message: 1 + the first rank of its node that has another message, or 0; and the
-# message's size.
+# Bytes of the two int64 before a leader's message. First: 0, or 1 + the first rank of the node whose message differs
+# from the leader's. Second: the message's size.
 _HEAD = 16
 _TEXT = 1000  # the most bytes of an error's text that a leader sends to its node
 _WHY = (
@@ -40,8 +40,8 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
 
     Args:
         transport: connects all ranks.
-        hierarchical: False: return ``transport``. True: return a transport between nodes. "auto": the same, but only
-            if there are several nodes, and several ranks on one of them. A number: return a transport between groups of
+        hierarchical: False: return ``transport``. True: return a transport between nodes. "auto": do so only if there
+            are several nodes, and several ranks on at least one of them. A number: return a transport between groups of
             this many neighbouring ranks.
     """
     if hierarchical is False or transport.size == 1:
@@ -99,7 +99,7 @@ class HierarchicalTransport(Transport):
         self.size = len(firsts)
         self.name = f"{whole.name}, between nodes"
         self.inside = whole.split(first)
-        # The other ranks form a group, too, which is not used.
+        # The other ranks form a group, too, but that group is not used.
         across = whole.split(0 if self.inside.rank == 0 else 1)
         self._across: Transport | None = across if self.inside.rank == 0 else None
         if self._across is None:
@@ -134,7 +134,7 @@ class HierarchicalTransport(Transport):
         own[:, :_HEAD].view(np.int64)[:] = different, size
         own[:, _HEAD:] = message
         self._by_leader(lambda across: collective(across, own, came))
-        if different:  # its buffer may have another size
+        if different:  # a rank with another message may have a buffer of another size
             raise _unlike(different - 1, self.rank)
         self.inside.broadcast(came)
         for node, word in enumerate(came[:, :8].copy().view(np.int64)[:, 0].tolist()):

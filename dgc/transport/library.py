@@ -22,18 +22,20 @@ from dgc.core.collectives import (
 )
 from dgc.errors import TransportError
 
-GATHER_BYTES = 4 * 1024 * 1024  # a large array's maximum is computed in pieces, which all ranks gather to this size
+# The maximum of a large array is computed in pieces. For each piece, every rank gathers this many bytes.
+GATHER_BYTES = 4 * 1024 * 1024
 
 
 class LibraryTransport(Transport):
     """Collectives of a library. One thread at a time calls them, in the same order on every rank.
 
-    An ``allreduce`` gives the same bits on every rank. Small arrays, and every "max", are gathered and folded in rank
-    order. The library computes large sums. The rings of Gloo and NCCL compute each sum on one rank and copy it to the
-    others. MPI's algorithms do that too, or let two ranks add the same two numbers, and a+b has the same bits as b+a.
+    An ``allreduce`` gives the same bits on every rank. Small arrays, and all arrays for a "max", are gathered and
+    reduced in rank order. The library computes large sums. The rings of Gloo and NCCL compute each sum on one rank and
+    copy it to the others. MPI's algorithms do so, too, or they let two ranks add the same two numbers; a+b has the same
+    bits as b+a.
 
     Attributes:
-        shut_down: the error text when the library is no longer initialised.
+        shut_down: the text of the error that is raised when the library is no longer initialised.
     """
 
     shut_down: ClassVar[str]
@@ -103,7 +105,7 @@ class LibraryTransport(Transport):
 
     @override
     def close(self) -> None:
-        """Refuse further collectives. The library itself stays open."""
+        """Refuse further collectives. The library itself stays initialised."""
         self._closed = True
 
     def _require_open(self) -> None:

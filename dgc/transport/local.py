@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT = 300.0  # seconds that a rank waits for the others before all r
 
 
 class PeerFailedError(TransportError):
-    """This rank was stopped because another one failed, left or did not come."""
+    """This rank was stopped because another rank failed, left or did not arrive."""
 
 
 class _World:
@@ -35,7 +35,7 @@ class _World:
         self._timeout = timeout
         self._changed = threading.Condition()
         self._calls: dict[int, tuple[str, Any]] = {}
-        self._done = 0  # collectives that are over
+        self._done = 0  # the number of collectives that are over
         self._left: set[int] = set()
         self._error: TransportError | None = None
         self._parts: list[_World] = []
@@ -81,7 +81,7 @@ class _World:
                 self._fail(f"{_describe_ranks(self._left)} left before {signature} (called on {waiting})")
 
     def fail(self, reason: str) -> None:
-        """Stop all ranks, also those that come later."""
+        """Stop all ranks, including those that arrive later."""
         with self._changed:
             self._fail(reason)
         for part in self._parts:
@@ -109,7 +109,7 @@ class _World:
 class LocalTransport(Divisible):
     """One rank of a world of threads, made by :func:`local_world` or :func:`run_ranks`.
 
-    Sums and maxima are folded in rank order, so results are bit-identical on every rank and in every run.
+    Sums and maxima are computed in rank order, so results are bit-identical on every rank and in every run.
     """
 
     name = "local"
@@ -195,7 +195,7 @@ def run_ranks(
     timeout: float = DEFAULT_TIMEOUT,
     return_errors: bool = False,
 ) -> list[Any]:
-    """Run ``function(transport, *args)`` for each rank in a thread of its own, and wait for all.
+    """Run ``function(transport, *args)`` for each rank in a separate thread, and wait for all of them.
 
     A rank that raises, or that returns while others wait for it, stops the others with a TransportError.
 
@@ -204,13 +204,13 @@ def run_ranks(
         function: called with this rank's :class:`LocalTransport` and ``args``.
         args: the same objects for every rank.
         timeout: seconds until all ranks must have returned.
-        return_errors: return a rank's exception in place of its result, instead of raising the first one.
+        return_errors: do not raise the first exception; instead, return each rank's exception in place of its result.
 
     Returns:
         The results of ``function``, in rank order.
 
     Raises:
-        Exception: the error of the lowest rank that failed by itself, with a note that names the rank.
+        Exception: the error of the lowest rank that failed on its own, with a note that names the rank.
         TransportError: a rank did not finish in time.
     """
     transports = local_world(size, timeout)
@@ -245,7 +245,7 @@ def run_ranks(
     failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if failed:
         rank, own = next((pair for pair in failed if not isinstance(pair[1], PeerFailedError)), failed[0])
-        # As add_note() does, which Python 3.10 lacks.
+        # This does what add_note() does, which Python 3.10 lacks.
         own.__notes__ = [*getattr(own, "__notes__", []), f"raised on rank {rank} of {size}"]
         raise own
     return results

@@ -1,16 +1,16 @@
-"""The transport over MPI, with mpi4py on a communicator of its own: collectives, waiting, and leaving the job.
+"""The transport over MPI, through mpi4py and a separate communicator: collectives, waiting, and leaving the job.
 
 P = number of ranks, m = message bytes, n = elements.
 
-**How a rank waits.** Open MPI's blocking collectives spin. This takes a core from the backward pass, which kept only 72
-to 76 % of its speed. So every collective here is non-blocking. A rank tests it first without pause and then with
-growing sleeps. The backward pass keeps 97 to 101 % of its speed, and ranks do not learn of the end later
-(``benchmarks/transport.py``). On an idle machine 25 kB take 12 microseconds instead of 5.
+**How a rank waits.** Open MPI's blocking collectives spin. This takes a core from the backward pass, which then kept
+only 72 to 76 % of its speed. So every collective here is non-blocking. A rank tests for its end, first without pause
+and then with growing sleeps. The backward pass keeps 97 to 101 % of its speed, and ranks notice the end of a collective
+as early as before (``benchmarks/transport.py``). On an idle machine, 25 kB take 12 microseconds instead of 5.
 
 **How large messages are sent.** A rank that sleeps moves no data. With shared memory that copies through small buffers,
 16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So a large collective begins with eight bytes from every
-rank. A rank sleeps until all of these have arrived. Then all ranks test without pause for as long as the transfer
-should take.
+rank. A rank sleeps until all of these have arrived. After that, all ranks test without pause for as long as the
+transfer should take.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ Result = TypeVar("Result")
 CHUNK_BYTES = 1024 * 1024
 CHUNK_BYTES_PER_RANK = 64 * 1024
 
-BROADCAST_BYTES = 256 * 1024 * 1024  # in one call, because MPI counts bytes in a C int
+BROADCAST_BYTES = 256 * 1024 * 1024  # the most bytes in one call, because MPI counts them in a C int
 
 # A waiting rank tests without pause for SPIN_SECONDS, plus the time of the transfer at this speed, because a collective
-# that all ranks have reached is over sooner than a sleep. In a slower transfer it may sleep: the kernel's buffers work.
+# that all ranks have reached ends sooner than a sleep does. In a slower transfer a rank may sleep: the kernel's buffers
+# go on moving data.
 SPIN_SECONDS = 100e-6
 BYTES_PER_SECOND = 1e9
 
-# Then it sleeps for a quarter of the time waited so far. So it is at most a quarter late, and rarely tests in a long
-# wait.
+# After that, a rank sleeps for a quarter of the time that it has waited so far. So it notices the end at most a quarter
+# late, and tests rarely in a long wait.
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 500e-6
 SLEEP_FRACTION = 0.25
@@ -70,7 +71,7 @@ WARN_VARIABLE, WARN_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0
 LIMIT_VARIABLE, LIMIT_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 600.0
 OFF_VARIABLE = "HOROVOD_STALL_CHECK_DISABLE"
 
-# Tests are milliseconds apart. If this time passes between two tests, the process itself was stopped.
+# Tests are milliseconds apart. If this much time passes between two of them, the process itself was suspended.
 SUSPENDED_SECONDS = 5.0
 
 _OUT_OF_STEP = (
@@ -102,7 +103,7 @@ def import_mpi(*, start: bool = True) -> Any:
 def why_unusable(
     mpi: ModuleType, comm: Any, expect_rank: int | None = None, expect_size: int | None = None
 ) -> str | None:
-    """Return why ``comm`` cannot carry an exchange, or None if it can. Horovod's rank and size are expected."""
+    """Return why ``comm`` cannot carry an exchange; None if it can. The expected rank and size are Horovod's."""
     if not mpi.Is_initialized() or mpi.Is_finalized():
         state = "is finalized" if mpi.Is_finalized() else "is not initialised"
         return f"MPI {state}: call hvd.init() (or import mpi4py.MPI) first, and stop exchanging before hvd.shutdown()"
@@ -121,7 +122,7 @@ def why_unusable(
 
 
 class MPITransport(Divisible):
-    """Collectives of mpi4py on a duplicate of a communicator, so that they receive no message of another library.
+    """Collectives of mpi4py on a duplicate of a communicator, so that they receive no messages of other libraries.
 
     One thread at a time calls them, in the same order on every rank. Other threads may use MPI at the same time.
 
@@ -155,7 +156,7 @@ class MPITransport(Divisible):
             raise TransportError(f'{reason}. transport="auto" or transport="horovod" works there.')
         with _as_transport_error("creating a communicator"):
             self._comm = parent.Dup() if ranks is None else _subgroup(parent, ranks)
-            # A communicator made by others may abort the job after an error.
+            # A communicator that other code has made may abort the job after an error.
             self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             expect_farewell(self._mpi, self._comm)
             self._name = ranks_in_job(self._mpi, self._comm)[self._comm.rank]
@@ -296,7 +297,7 @@ class MPITransport(Divisible):
     def _wait(self, collective: Callable[[], Any], size: int) -> None:
         """Begin ``collective`` and wait for its end. Its ``size`` in bytes decides how long to test without pause."""
         if self._gave_up:
-            # The other ranks may still reach the collective that was given up, and would pair it with this one.
+            # The other ranks may still reach the collective that this rank gave up, and would pair it with this one.
             raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
         begun = seen = time.perf_counter()
         spin, patience = SPIN_SECONDS + size / BYTES_PER_SECOND, min(self._warn, self._limit)
@@ -381,26 +382,27 @@ def _in_seconds(seconds: float) -> str:
 
 # -- how a process leaves the job --------------------------------------------------------------------------------
 #
-# A collective may be over on one rank before another rank has all its bytes. If the first one ends then, Horovod's exit
-# handler shuts Horovod down on all ranks, and MPI is finalized while the other one still waits. So the ranks meet in a
-# barrier before they end. It has a communicator of its own, because a rank that failed must not be matched with one
-# that still waits in a collective. It has a time limit, because a rank that failed does not come.
+# A collective may be over on one rank before another rank has all its bytes. If the first rank's process ends at that
+# moment, Horovod's exit handler shuts Horovod down on all ranks, and MPI is finalized while the other rank is still
+# waiting. So the ranks meet in a barrier before they end. The barrier has a separate communicator, because a rank that
+# failed must not be matched with a rank that still waits in a collective. It has a time limit, because a rank that
+# failed does not arrive.
 
-FAREWELL_SECONDS = 5.0  # the longest wait for ranks that have failed, or that still evaluate and need no other rank
+FAREWELL_SECONDS = 5.0  # the longest wait for other ranks, which may have failed or may still run an evaluation
 NAP = 200e-6
 
-_calling = threading.Lock()  # held while MPI is called about a collective: leaving and MPI_Finalize wait for that call
+_calling = threading.Lock()  # held while MPI is called for a collective: leaving and MPI_Finalize wait for that call
 _leaving = threading.Event()
 _missing = threading.Event()
 _waiting: Counter[int] = Counter()  # by thread, the collectives of this rank that are under way or were given up
 _forked = threading.Event()  # set in a child that was forked from a rank: it has no part in the job
 
-# For each group of ranks that has ever exchanged, named by their ranks in the job, a communicator for the barrier.
+# A communicator for the barrier of each group of ranks that has ever exchanged; the key is their numbers in the job.
 _farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
 
 
 def expect_farewell(mpi: ModuleType, comm: MPI.Intracomm) -> None:
-    """Prepare that the ranks of ``comm`` leave the job together. ``comm`` may be freed before. Collective."""
+    """Arrange that the ranks of ``comm`` leave the job together, even if ``comm`` is freed before. Collective."""
     if not _farewells:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=_forked.set)
@@ -425,7 +427,7 @@ def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Count a running collective. One that fails stays counted, because then no rank comes to the barrier."""
+    """Count a running collective. A failed one stays counted: after a failure, this rank does not go to the barrier."""
     me = threading.get_ident()
     _waiting[me] += 1
     yield
@@ -433,7 +435,7 @@ def waiting() -> Iterator[None]:
 
 
 def call(mpi: ModuleType, function: Callable[[], Result]) -> Result:
-    """Run ``function``, which calls MPI. Raise if MPI is finalized, because MPI would end the process."""
+    """Run ``function``, which calls MPI. If MPI is finalized, raise an error, because MPI would end the process."""
     with _calling:
         if _leaving.is_set() or mpi.Is_finalized():
             raise TransportError(
@@ -456,7 +458,7 @@ def abort_at_exit() -> None:
 
 
 def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
-    """Wait for all ranks that this rank has exchanged with; return whether they have come."""
+    """Wait for all ranks that this rank has exchanged with; return whether all of them have arrived."""
     deadline = time.monotonic() + seconds
     try:
         requests: list[Any] = call(mpi, lambda: [comm.Ibarrier() for comm in _farewells.values()])
@@ -475,21 +477,21 @@ def leave() -> None:
 
     if _missing.is_set() and not MPI.Is_finalized():
         give_up(MPI, "this rank gave up waiting for others: it ends the job")
-    # After an uncaught exception, or in the middle of a step, the other ranks do not come.
+    # After an uncaught exception, or in the middle of a step, the other ranks do not come to the barrier.
     if getattr(sys, "last_value", None) is None and not any(_waiting.values()):
         say_farewell(MPI)
     _stop_calling()
 
 
 def is_child() -> bool:
-    """Return whether this process was forked from a rank. Other ranks would confuse its messages with the rank's."""
+    """Return whether this process was forked from a rank. Other ranks would take its messages for that rank's."""
     return _forked.is_set()
 
 
 def _hear_of_finalize(mpi: ModuleType) -> None:
     """Stop calling MPI when any thread finalizes it. MPI then first deletes the attributes of COMM_SELF.
 
-    The callback is Python code and needs the GIL. Python releases the GIL when it ends a process. Native code that
+    The callback is Python code and needs the GIL. Python releases the GIL when it ends a process. But native code that
     calls C's ``exit()`` while it holds the GIL would wait for ever for Horovod's thread, which finalizes MPI.
     """
     key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: _stop_calling())
