@@ -56,7 +56,7 @@ def measure_job(arguments: argparse.Namespace) -> int:
 
 
 def compile_now(arguments: argparse.Namespace) -> int:
-    """Compile all kernels, and write the folder they are in."""
+    """Compile all kernels, and print the folder that holds them."""
     from dgc.adapter.warm_up import compile_all
 
     sys.stdout.write(f"the kernels for this processor are in {compile_all()}\n")
@@ -68,7 +68,7 @@ _LAUNCHED = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "S
 
 
 def _connect() -> Transport:
-    """Return the transport that a training script started in this way would use."""
+    """Return the transport that a training script would use if it were started in this way."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         import torch.distributed as dist
 
@@ -95,7 +95,7 @@ def list_compressors(arguments: argparse.Namespace) -> int:
 
 def facts() -> list[tuple[str, str, str, str, str]]:
     """Return a row for each compressor: name, bits per element, error feedback, unbiased, source."""
-    # Imported here: the other commands need neither NumPy nor Numba.
+    # Import these here, because the other commands need neither NumPy nor Numba.
     from dgc.core.compressors import compressor_class, compressor_names
 
     rows = [compressor_class(name) for name in compressor_names()]

@@ -1,6 +1,6 @@
-"""``python -m dgc doctor``: report what is installed, which builds fit each other, what would be used, what to do.
+"""``python -m dgc doctor``: report what is installed, which builds fit together, what a job would use, and what to do.
 
-Each package is imported in a process of its own, because a broken library may end that process.
+Each package is imported in a separate process, because a broken library may end the process that imports it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Facts: TypeAlias = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem. Its level is "error" if training cannot start, "warning" if training is slower or lacks a part."""
+    """A problem. Its level is "error" if training cannot start, "warning" if training is slower or lacks a feature."""
 
     level: str
     cause: str

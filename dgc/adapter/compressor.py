@@ -338,7 +338,7 @@ def horovods(compression: Any) -> Any:
 class CompressionBase(Constructors[Tensors, Optimizer, Compressor]):
     """The values of ``compression=``: ``none`` and ``fp16``, as in Horovod, and a constructor for each compressor.
 
-    A compressor that a user registers gets a constructor, too, with the arguments of ``dgc`` and its own options.
+    A compressor that a user registers also gets a constructor. It has the arguments of ``dgc`` and its own options.
 
     Attributes:
         none: send gradients unchanged.
@@ -439,7 +439,7 @@ def constructor(name: str, owner: object, make: Callable[..., Any]) -> Callable[
 
 
 def check_compression(compression: object, own: type[CompressorBase[Any]], package: str, **texts: Any) -> None:
-    """Refuse a ``compression`` that is not a compressor for this framework, and any of ``texts`` that is no string."""
+    """Refuse a ``compression`` that is not a compressor for this framework, and ``texts`` that are not strings."""
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise ConfigError(

@@ -122,7 +122,7 @@ class EngineBase(abc.ABC):
         self._at_end = weakref.finalize(self, _close, self._exchange, *self._nodes, self.transport)
         self._at_end.atexit = False  # at the end of the process, the other ranks may be gone
 
-    # -- what it does --------------------------------------------------------------------------------------------
+    # -- statistics and description ------------------------------------------------------------------------------
 
     @property
     def stats(self) -> Stats:

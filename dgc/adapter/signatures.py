@@ -184,7 +184,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
 
-        Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample comes from Marian.
+        Source: Aji and Heafield 2017, arXiv 1704.05021. The strided sample is taken from Marian.
         """
         raise NotImplementedError
 

@@ -15,7 +15,7 @@ _LONGEST_SHOWN = 80  # characters of a value in an error
 
 
 def plain(value: object) -> Any:
-    """Turn NumPy scalars into Python's numbers, also inside a list or tuple; return other values unchanged."""
+    """Turn NumPy scalars into Python's numbers, even inside a list or tuple; return other values unchanged."""
     if isinstance(value, (list, tuple)):
         return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
     return value.item() if isinstance(value, (np.number, np.bool_)) else value

@@ -176,7 +176,7 @@ class DGCConfig:
 
     def describe(self) -> dict[str, Any]:
         """Return the options as plain values, in a fixed order, for the ranks to compare."""
-        # The name comes first, because a difference there explains all others.
+        # The name is first, because a different name explains all other differences.
         options = {"algorithm": self.algorithm, **dataclasses.asdict(self)}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in options.items()}
 

@@ -21,7 +21,7 @@ INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
 
 
 def is_empty(state: Mapping[str, Any]) -> bool:
-    """Return whether a state comes from a compressor that has not exchanged anything yet in a job of several ranks."""
+    """Return whether a state comes from a job of several ranks whose compressor has not exchanged anything yet."""
     return not state or ("parameters" in state and not state["parameters"])
 
 

@@ -1,7 +1,7 @@
 """``dgc.tensorflow.join``: ranks with fewer batches take part in the steps of the others, as with ``hvd.join()``.
 
-A joined rank gives zeros to the exchange, which still sends its momentum and residual. The rank updates nothing. The
-exchange in which all ranks have joined is undone, and all ranks load the variables of the last rank.
+A joined rank gives zeros to the exchange, so that its momentum and residual are still sent. It updates nothing. When
+all ranks have joined, the last exchange is undone, and all ranks load the variables of the rank that joined last.
 """
 
 from __future__ import annotations

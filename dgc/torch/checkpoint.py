@@ -71,7 +71,7 @@ def save_checkpoint(
     Raises:
         ConfigError: the optimizer was not wrapped yet, ranks name different directories, or FSDP has sharded the model.
         LayoutError: it was called in the middle of a step or after a failed one, or the state is not finite.
-        TransportError: a rank could not write; then every rank gets the error, and the old checkpoint stays. Or the
+        TransportError: a rank could not write, and the old checkpoint stays; every rank gets this error. Or the
             compressor was closed.
         TypeError: ``extra`` holds an object that cannot be loaded safely.
     """
@@ -192,7 +192,7 @@ def load_gathered(compression: DGCCompressor, saved: dict[str, Any]) -> None:
     """Load rank 0's result of :func:`gathered_states`, on any number of ranks. {} loads nothing. Collective.
 
     Raises:
-        LayoutError: ``saved`` is no such result, or does not fit. In this case, no rank's state is changed.
+        LayoutError: ``saved`` is not such a result, or does not fit. No rank's state is changed.
     """
     engine = compression.engine
     rank, size = (0, 1) if engine is None else (engine.transport.rank, engine.transport.size)
@@ -476,7 +476,7 @@ def _read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu", mmap: boo
         ) from error
     try:
         content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-    except Exception as error:  # and torch, too
+    except Exception as error:  # torch also raises all kinds of errors
         raise LayoutError(
             f"{path} cannot be loaded: {_FOREIGN}, or by a newer version ({_why_refused(path, error)})"
         ) from error

@@ -179,7 +179,7 @@ class CompressionState(Joinable):
         return dist.group.WORLD if self._group is None else self._group
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Return the hook by which a rank without data makes the other ranks' updates. It runs after DDP's own hook.
+        """Return the hook that makes the other ranks' updates on a rank without data. It runs after DDP's own hook.
 
         Raises:
             ConfigError: an option of ``Join`` would change what the compressor computes, or a GradScaler is in use.

@@ -81,7 +81,7 @@ class DenseEngine:
     """Serves a front end like an :class:`~dgc.torch.engine.Engine`, with dense sums over one process group.
 
     Attributes:
-        parameters, names: in the order in which a backward pass reaches them, the last one first.
+        parameters, names: in the order in which a backward pass reaches them: the last parameter is first.
         left_alone: parameters for which no rank had a gradient in the latest step.
     """
 

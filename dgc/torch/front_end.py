@@ -75,7 +75,7 @@ class FrontEnd:
         holds: whether gradients are checked once more before the last bucket is sent.
         begun: whether a backward pass has run for a step that is not exchanged yet.
         exclusive: whether wrapping another optimizer over the same parameters is an error.
-        rebuild: what the script has to do after parameters were added or unfrozen.
+        rebuild: a text that says what the script must do after parameters were added or unfrozen.
     """
 
     rebuild = _REBUILD
@@ -111,7 +111,7 @@ class FrontEnd:
         """Expect the first backward pass of a step, because a state was loaded into the optimizer."""
 
     def give_up(self) -> None:
-        """Forget the gradients of a step that an error ended; the next backward pass begins anew."""
+        """Forget the gradients of a step that an error ended; the next backward pass begins a new step."""
 
     # -- the owner ---------------------------------------------------------------------------------------------------
 

@@ -450,7 +450,7 @@ def _offsets(members: Sequence[Tensor]) -> list[int]:
 
 
 def _alias(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return a tensor with the shape and strides of ``like`` in ``flat``'s memory. For autograd it is no view.
+    """Return a tensor with the shape and strides of ``like`` in ``flat``'s memory. Autograd does not see it as a view.
 
     A plain view shares its version counter with its base, and some in-place calls refuse views. Gradients and weights
     that a user sees must behave like ordinary tensors.

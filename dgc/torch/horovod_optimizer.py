@@ -298,7 +298,7 @@ class HorovodCompressor(CompressorBase[Engine]):
                     "two models share the compressor, or sparse_as_dense=True copied a sparse gradient"
                 )
             )
-        # The result goes into the gradient's memory. Horovod gives .grad the result's memory in any case.
+        # The result is written to the gradient's memory. Horovod gives .grad the result's memory in any case.
         assert self._front_end is not None, "it has bound the caller"
         if not engine.is_open and self._front_end.hands_over_at_once:
             engine.refuse_results(index)

@@ -240,7 +240,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         return super().__repr__() if self.options.name is None else f"{self.options.name}: {super().__repr__()}"
 
     def _part_regularized(self) -> None:
-        """Name all parameters, and move those with a regularizer of their own to new groups at the end."""
+        """Name all parameters, and move those with an attribute ``regularizer`` to new groups at the end."""
         for number, group in enumerate(list(self.param_groups)):
             own: dict[Regularizer, list[tuple[str, torch.Tensor]]] = {}
             rest: list[tuple[str, torch.Tensor]] = []

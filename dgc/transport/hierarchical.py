@@ -80,7 +80,7 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
 
 
 class HierarchicalTransport(Transport):
-    """A transport between nodes. All ranks of a node make the same calls with the same arguments.
+    """A transport between nodes. All ranks of a node must make the same calls with the same arguments.
 
     Attributes:
         rank: this node's number.

@@ -123,7 +123,7 @@ class Topk(_Selection):
     other buckets are ready. A message then has room for ``headroom`` times the bucket's even share of entries. If
     more entries exceed t, the largest are sent, and the others stay in the residual.
 
-    Source: Aji and Heafield 2017, arXiv 1704.05021; the strided sample comes from Marian.
+    Source: Aji and Heafield 2017, arXiv 1704.05021. The strided sample is taken from Marian.
     """
 
     name = "topk"

@@ -307,7 +307,7 @@ _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl
 def is_unchanged(row: type[Algorithm]) -> bool:
     """Return whether a compressor encodes as one of this package's does. Then the kernels may select in its place.
 
-    A user's class may derive from a compressor of this package and change what is sent. Then its own methods must be
+    A user's class may derive from a compressor of this package and send something else. Then its own methods must be
     called.
     """
     for each in row.__mro__:

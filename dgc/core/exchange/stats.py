@@ -18,7 +18,7 @@ class StepStats:
     Attributes:
         bytes_sent: all bytes given to collectives, with headers, dense tensors and padding.
         bytes_received: all bytes that collectives returned from other ranks.
-        dense_bytes: bytes that a dense exchange of the same gradients would have sent by allreduce (4 per element, 8
+        dense_bytes: bytes that a dense exchange would have given to allreduce for the same gradients (4 per element, 8
             for float64).
         entries_sent: sparsified entries that this rank has selected.
         sparse_elements: elements of the sparsified tensors, counted in dense steps, too.
@@ -76,7 +76,7 @@ class Stats:
         refused_steps: the number of steps that met a value that is not finite.
         last: the latest step's counters.
         total: the sum over all steps since construction or ``reset()``.
-        beside: bytes that an adapter sends in collectives of its own in the current step, for example placeholders.
+        beside: bytes that an adapter gives to its own collectives in the current step, for example placeholders.
     """
 
     steps: int = 0
@@ -95,7 +95,7 @@ class Stats:
         self.total.add(step)
 
     def add_sent(self, count: int) -> None:
-        """Add bytes that an adapter has sent in collectives of its own after the latest step."""
+        """Add bytes that an adapter has given to its own collectives after the latest step."""
         self.last.bytes_sent += count
         self.total.bytes_sent += count
 

@@ -53,7 +53,7 @@ def to_halves(
         values: (k,) float32.
         factor: a power of two. Unless ``second`` is 1, no product other than 0 is subnormal.
         second: a power of two. Multiplied by it as well, every finite magnitude is below 65520.
-        limit: larger magnitudes, also infinity, become this number.
+        limit: larger magnitudes, including infinity, become this number.
         halves: (k,) uint16, filled.
     """
     for i in range(halves.size):

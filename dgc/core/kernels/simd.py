@@ -114,8 +114,8 @@ def prefetch_entry(typing_context: Compiled, array: Compiled, index: Compiled) -
 def load_half(typing_context: Compiled, words: Compiled, index: Compiled) -> Compiled:
     """Return ``words[index : index + LANES]``, float16 bits as uint16, as a float32 vector; exactly.
 
-    It does the same as :func:`from_half`, from which LLVM makes vectors that are too short: a pass over float16 would
-    take 10 % longer.
+    It does the same as :func:`from_half`. From that function, LLVM would make vectors that are too short, and a pass
+    over float16 would take 10 % longer.
     """
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
