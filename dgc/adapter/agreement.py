@@ -169,7 +169,7 @@ def _by_value(values: Sequence[str]) -> str:
 
 
 def _rank_list(ranks: Sequence[int]) -> str:
-    # For consecutive ranks, rank minus index is constant.
+    # In a run of consecutive ranks, rank minus index is constant.
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(names)

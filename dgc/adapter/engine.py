@@ -203,7 +203,7 @@ class EngineBase(abc.ABC):
         require_place(saved, op=self._config.op, **self.between.rank_info())
         require_sound(saved)
         saved = self._renamed(saved)
-        # Tensors whose gradients another library averages have no state.
+        # A tensor has no state here if another library averages its gradients.
         others = set(self.names) - {p.name for p in self.layout.parameters}
         require_fit(saved, self.layout, self.names if "kinds" in saved else others)
 

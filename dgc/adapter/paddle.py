@@ -27,7 +27,7 @@ __all__ = ["L1Decay", "L1DecayRegularizer", "L2Decay", "L2DecayRegularizer"]
 MIN_NUMEL = 16384
 COMPRESSED_TYPES = ("float32",)
 
-# Options of the core that DGCMomentum takes beside Paddle's arguments.
+# Options of the core that DGCMomentum accepts in addition to Paddle's arguments.
 CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
 
 _PARAMETERS = (

@@ -230,7 +230,7 @@ def _describe(array: np.ndarray) -> str:
     return f"{array.dtype.name} of shape {array.shape}{traits}"
 
 
-LENGTH_BYTES = 8  # bytes of the length that a rank sends before a text
+LENGTH_BYTES = 8  # a rank sends the length of a text, in this many bytes, before the text
 
 
 def gather_values(transport: Transport, value: object) -> list[Any]:

@@ -35,9 +35,10 @@ DENSITY_DIGITS = 12
 _SETTLED = 1e-9
 
 # The bias of the first moment is corrected as if this many steps had been made before the first one. With Adam's own
-# correction the first gradients are sent up to ten times larger than later ones, whose mean masking has set to 0 (at a
-# beta1 of 0.9). The mean of squares remembers that, and the updates are too small for a long time. Without a correction
-# the mean still grows when the learning rate is highest, and the updates are too large. docs/adamw.md has figures.
+# correction, the first gradients are sent up to ten times larger (at a beta1 of 0.9) than later ones, because masking
+# sets the mean of sent entries to 0. The mean of squares remembers the large ones, and updates stay too small for long.
+# Without a correction, the mean is still growing when the learning rate is highest, and updates are too large.
+# docs/adamw.md has figures.
 STEPS_BEFORE = 3
 
 # The momentum of a step with a beta1 of 0, after which u must be only the gradient. It must not be 0, because the

@@ -364,7 +364,7 @@ def plan_for(
     itemsize = 8 if bucket.dtype == "float64" else 4
     mode, payload = Mode.DENSE, payload_bytes
     if density is not None:
-        # The costs of a ring: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
+        # These are the costs in a ring: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
         gathered = (ranks - 1) * (payload + (dealing.small_at if dealing else 0))
         reduced = 2 * (ranks - 1) / ranks * itemsize * bucket.sparse_size
         mode = Mode.SUM if gathered > reduced else Mode.SPARSE

@@ -1,4 +1,4 @@
-"""Assign the positions of a bucket to ranks, their owners, which add up entries for all ranks.
+"""Assign each position of a bucket to a rank, its owner, which adds up the position's entries for all ranks.
 
 The positions are divided into stripes of consecutive elements. A *round* is one stripe for each rank. Every round
 begins with another rank, because a matrix' rows are often as long as several rounds, and large entries share columns.
@@ -81,7 +81,7 @@ class Stripes:
         return {s: slice(self._below(s.offset), self._below(s.slice.stop)) for s in self.sparse}
 
     def _below(self, position: int) -> int:
-        """Return how many positions below ``position`` this rank owns."""
+        """Return the number of positions below ``position`` that this rank owns."""
         round_, rest = divmod(position, STRIPE * self.ranks)
         before = (self.rank - _shift(round_)) % self.ranks * STRIPE
         return round_ * STRIPE + int(min(max(rest - before, 0), STRIPE))

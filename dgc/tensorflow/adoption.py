@@ -310,8 +310,8 @@ class Adoption:
         hyper: the options by variable index, as the core uses them.
         optimizer: the user's optimizer or None.
         active: whether the optimizer's momentum may be taken.
-        left_for: why momentum stays in the optimizer: an option that clips or adds up gradients, or a user's method;
-            None if it does not stay.
+        left_for: the reason why momentum stays in the optimizer: an option that clips or adds up gradients, or a user's
+            method; None if momentum does not stay there.
         moment: Adam's first moment, if the compressor applies it once entries are selected; else None.
         is_loss_scaled: whether a LossScaleOptimizer was given.
         taken: whether a momentum was taken, even if that momentum is 0 now.

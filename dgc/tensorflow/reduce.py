@@ -343,7 +343,7 @@ class Settings(Reducer):
     def adopt(self, optimizer: Optimizer) -> None:
         """Take the optimizer's momentum before it makes its variables.
 
-        Do nothing in a job of one process, and while options are missing.
+        In a job of one process, or while options are missing, do nothing.
         """
         if is_alone(self.process_set) is False and self.compression is not None and not self.lost:
             self.compression.adopt(optimizer, self.process_set)

@@ -309,7 +309,7 @@ class _Group:
                         self._parked.set()
                         threading.Event().wait()
             except RuntimeError as error:
-                raise error.with_traceback(None) from None  # the traceback's frames would keep the work alive
+                raise error.with_traceback(None) from None  # the frames in the traceback would keep ``work`` alive
             finally:
                 del work  # its destructor takes the GIL, which must not happen after end()
 

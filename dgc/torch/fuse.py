@@ -462,7 +462,7 @@ def _alias(flat: Tensor, offset: int, like: Tensor) -> Tensor:
 def _is_fusable(p: Tensor) -> bool:
     """Return whether ``p`` can be part of a flat parameter: an ordinary tensor without gaps in its memory.
 
-    A 0-dimensional tensor cannot, because its state per element looks like a single value such as Adam's ``step``.
+    A 0-dimensional tensor cannot be: its state for each element looks like a single value such as Adam's ``step``.
     """
     if type(p) not in (torch.nn.Parameter, Tensor) or p.layout is not torch.strided or p.is_conj() or p.is_neg():
         return False

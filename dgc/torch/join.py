@@ -34,7 +34,7 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
     keeps its own residuals. Buffers of the model are not broadcast.
 
     Args:
-        compression: the compressor of ``dgc.torch.DistributedOptimizer`` or of Horovod's.
+        compression: the compressor of ``dgc.torch.DistributedOptimizer``, or of Horovod's ``DistributedOptimizer``.
         divide_by: the divisor of the sum of gradients. "all": the number of ranks, as in ``hvd.join()``. "training":
             the number of ranks that had not joined in the step before. It must be the same on all ranks.
 

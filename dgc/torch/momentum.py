@@ -194,8 +194,8 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         """Return copies of this rank's state. It differs between ranks: save one per rank and never broadcast it.
 
         Returns:
-            Torch's ``"state"`` (empty if there are several processes) and ``"param_groups"``, and ``"compression"``: u
-            (the momentum buffers), v (the residuals) and the step.
+            Torch's ``"state"`` (empty if there are several processes) and ``"param_groups"``; and ``"compression"``,
+            which holds u (the momentum buffers), v (the residuals) and the step.
         """
         return {**super().state_dict(), "compression": self.compression.state_dict()}
 

@@ -36,7 +36,7 @@ class HandedOver(NamedTuple):
     gradient: torch.Tensor
     version: int
     result: torch.Tensor
-    values: torch.Tensor | None  # a few values of a sharded gradient, whose version does not always show a change
+    values: torch.Tensor | None  # a few values of a sharded gradient, because its version does not show every change
 
     def is_changed(self, p: torch.Tensor) -> bool:
         """Return whether the parameter's gradient was replaced or changed in place since the start."""
@@ -102,7 +102,7 @@ class OptimizerFrontEnd(FrontEnd):
         """Exchange the gradients, and wait until the results are in ``.grad``. A second call does nothing.
 
         Raises:
-            ConfigError: another optimizer over these parameters was wrapped later, or a gradient is sparse.
+            ConfigError: another optimizer for these parameters was wrapped later, or a gradient is sparse.
             LayoutError: a gradient was changed, replaced or cleared while it was exchanged.
             DGCError: this or another rank failed.
         """

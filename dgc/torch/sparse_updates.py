@@ -116,7 +116,7 @@ def _is_part(gradient: torch.Tensor | None) -> bool:
 def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str], scaled: bool) -> Obstacle:
     """Return a function that says why the optimizer must update all parameters itself."""
     ids = {id(p) for p in parameters}
-    of_torch: list[object] = []  # SGD's step, after it was checked to be torch's
+    of_torch: list[object] = []  # SGD's step, once a check has shown that it is torch's
 
     def obstacle(optimizer: torch.optim.Optimizer | None) -> str | None:
         if scaled:

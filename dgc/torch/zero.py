@@ -195,7 +195,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Update this rank's share, and send all new values to all ranks. Collective.
 
         Args:
-            closure: recomputes the loss; called once. Refused under Horovod's own ``DistributedOptimizer``.
+            closure: recomputes the loss. It is called once. Horovod's own ``DistributedOptimizer`` allows no closure.
             **kwargs: passed to the local optimizer's ``step``.
 
         Returns:
@@ -270,7 +270,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises:
             TypeError: ``param_group`` is not a dict, or holds no tensors.
-            LayoutError: a parameter is sparse, complex, of another type than the others, or in the same memory.
+            LayoutError: a parameter is sparse, complex, of another type than the others, or in another one's memory.
             ConfigError: the optimizer is wrapped in a ``DistributedOptimizer``, which would not average the new
                 gradients.
         """

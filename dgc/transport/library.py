@@ -22,7 +22,7 @@ from dgc.core.collectives import (
 )
 from dgc.errors import TransportError
 
-# The maximum of a large array is computed in pieces. For each piece, every rank gathers this many bytes.
+# The maximum of a large array is computed in pieces. For each piece, a rank gathers at most this many bytes.
 GATHER_BYTES = 4 * 1024 * 1024
 
 

@@ -53,7 +53,7 @@ class DenseVector:
         if plan.vector_size and self.values.size != plan.vector_size:
             self.values = self._kernels.memory.host_array(plan.vector_size, self._bucket.dtype)
         self.segments, self._origin = self._bucket.segments, 0
-        if plan.mode is not Mode.DENSE:  # the bucket fills the sparsified tensors' part, if there is one
+        if plan.mode is not Mode.DENSE:  # the part for sparsified tensors, if there is one, is filled by the bucket
             self.segments, self._origin = self._bucket.dense, self._bucket.sparse_size
         self._dense = self.values[self._origin - plan.vector_start :]
         self._parts = [

@@ -68,7 +68,8 @@ class Encoder(ABC):
         """Add the gradients to u and v, select, and write the payload.
 
         Args:
-            plan: if its mode is SUM, or owners add up entries, no payload is written, and :meth:`own` is sent instead.
+            plan: the plan. If its mode is SUM, or owners add up entries, no payload is written, and the entries that
+                :meth:`own` returns are sent instead.
             step: the step.
             work: the kernels' work on each tensor.
             state: the bucket's state. Only u, v and the thresholds change before the commit.

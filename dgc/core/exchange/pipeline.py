@@ -98,7 +98,7 @@ class Pipeline:
         """``buckets`` are in the order in which they run; ``nodes`` is given if several ranks send as one."""
         self._buckets, self._clipping, self._kernels = buckets, clipping, kernels
         self._latest, self._transport, self._nodes = latest, transport, nodes
-        self._prepared = self._clipped = self._summed = 0  # numbers of buckets
+        self._prepared = self._clipped = self._summed = 0  # how many buckets are prepared, clipped, summed in the node
         self._postponed: Exception | None = None  # error of a bucket that was prepared before its turn
         self._thread: threading.Thread | None = None
 

@@ -98,7 +98,7 @@ def _is_private(folder: Path, *, may_be_sticky: bool) -> bool:
 
 logger = logging.getLogger("dgc")
 
-PATIENCE = 120.0  # seconds that a process waits while another one compiles, before it compiles as well
+PATIENCE = 120.0  # seconds that a process waits for another one that compiles, before it compiles as well
 
 _POLL = 0.05  # seconds between two looks at a lock
 
@@ -158,8 +158,8 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
 def _locked(path: Path, patience: float) -> Iterator[None]:
     """Hold the lock of a file in the ``with`` block.
 
-    The block runs without it if the file system has no locks, or after ``patience`` seconds: compiling twice does no
-    harm. With a patience of 0, raise :class:`BusyError` instead.
+    The block runs without the lock if the file system has no locks, or after ``patience`` seconds: compiling twice does
+    no harm. With a patience of 0, raise :class:`BusyError` instead of running the block without the lock.
     """
     deadline = time.monotonic() + patience
     with contextlib.ExitStack() as held:

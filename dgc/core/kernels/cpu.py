@@ -47,7 +47,7 @@ from dgc.core.kernels.sweep import (
 from dgc.core.kernels.threads import Team, default_threads
 from dgc.errors import LayoutError
 
-ALONE = 65536  # elements below which waking other threads costs more than it saves
+ALONE = 65536  # with fewer elements, waking other threads costs more than it saves
 
 PLACE = 32  # a selected position takes as long as this many elements in a row, because it misses the cache
 
@@ -315,7 +315,7 @@ def fill_results(worker, progress, count, table, offsets, bounds, positions, val
 
 # -- the sum of all ranks' entries, for every backend, because messages arrive on the host -----------------------------
 
-BLOCK = 1 << 15  # positions that are added up at a time: their sums stay in the cache
+BLOCK = 1 << 15  # this many positions are added up at a time: their sums stay in the cache
 WORD = 64  # positions that one integer marks as present
 
 

@@ -334,7 +334,7 @@ class DeviceKernels(Kernels):
 
     def _forget(self) -> None:
         self.memory = DeviceMemory(self.device, self.sums_of_squares)
-        self._owners: dict[Any, tuple[Array, int]] = {}  # by the tensors' places: see _where()
+        self._owners: dict[Any, tuple[Array, int]] = {}  # the key is the tensors' places: see _where()
         self._expected: dict[int, int] = {}  # by the id of v: how many candidates the first copy holds
 
     @override

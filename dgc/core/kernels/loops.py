@@ -190,7 +190,7 @@ def encode_integers(
     Args:
         x: (N,) float32.
         starts: (groups,) int64, where each group begins in x.
-        bounds: (groups + 1,) int64, sums of the groups' lengths, from 0 to k.
+        bounds: (groups + 1,) int64, the running sums of the groups' lengths, from 0 to k.
         bits: the number of bits in a code.
         scales: (groups,) float32, filled.
         codes: (k,) uint8, filled: two's complement in the lowest bits.

@@ -19,7 +19,7 @@ from numba.extending import intrinsic, models, register_jitable, register_model
 
 from dgc.core.kernels.compile import helper
 
-AHEAD = 512  # how many elements in advance :func:`prefetch` loads: 2 KiB of float32
+AHEAD = 512  # :func:`prefetch` is called this many elements in advance: 2 KiB of float32
 
 # Floats in a vector, which are compared with a threshold in one operation. No result depends on this number.
 LANES = 64 if binding.get_host_cpu_features().get("avx512f") else 32

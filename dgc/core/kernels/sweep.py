@@ -137,7 +137,7 @@ def _entry_by_entry(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, deca
         x = g[i - g0] * scale
         if decays:
             x += p[i - p0] * decay
-        # v[i] holds x for a moment, so that its bits can be read.
+        # v[i] holds x for a moment, so that the bits of x can be read.
         old = v[i]
         v[i] = x
         if bits[i] & MAGNITUDE >= INFINITY:
@@ -332,7 +332,7 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
             n += np.int64(candidate > key) | tie
 
 
-CHUNK = 131072  # elements that a thread takes at a time; a multiple of LANES
+CHUNK = 131072  # a thread takes this many elements at a time; a multiple of LANES
 
 # This stands in place of a count if a segment's candidates were too many or too few, or were not collected.
 UNFINISHED = -1
@@ -446,7 +446,7 @@ def compress_chunks(
         spent: (>= W, >= S) int64 scratch: candidates of each segment that each thread holds.
         nonfinite: (W,) int64, set to 1 if the thread met an entry that is not finite.
         taken: (S,) int64, set to the number of entries picked, or UNFINISHED.
-        out_positions: (k,) int64; segment s fills its part from its OUT on.
+        out_positions: (k,) int64; segment s fills its part, which begins at the index in its column OUT.
         out_values: (k,) float32, filled in the same way.
     """
     chunk_segment, starts, counts = chunk_table[0], chunk_table[1], chunk_table[2]

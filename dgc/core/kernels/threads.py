@@ -27,7 +27,8 @@ THREADS_VARIABLE = "DGC_NUM_THREADS"
 # Launchers give the number of ranks on this host in one of these variables. The first one that is set counts.
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
 
-# How often a thread checks whether the work is done before it sleeps. This takes a few hundred microseconds.
+# The number of times that a thread checks whether the work is done before it sleeps. These take a few hundred
+# microseconds.
 LOOKS = 20000
 NAP = 5e-5  # seconds of sleep between later checks
 
@@ -100,7 +101,7 @@ class Team:
         """Let up to ``helpers`` threads begin a kernel while the calling thread does something else.
 
         Args:
-            helpers: the most threads; they are workers 1, 2, ...; the thread that calls ``finish()`` is worker 0.
+            helpers: the most threads that help, as workers 1, 2, ...; the thread that calls ``finish()`` is worker 0.
             kernel: the kernel.
             pieces: how many pieces its work has.
             arguments: the kernel's arguments.

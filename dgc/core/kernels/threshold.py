@@ -45,7 +45,8 @@ RISE, FALL = 0.5, 0.25
 # Errors beyond this (a factor of 1.27) are jumps, which do not widen the margin.
 LARGEST_ERROR = 0.35
 SAFETY = 2.5  # the threshold lies below the predicted magnitude by this many times SPREAD
-# Expected candidates beyond k, as a share of k: at least SHARE, plus some for the noise of small counts; at most MOST.
+# The number of expected candidates beyond k, as a share of k. It is at least SHARE, plus a little for the noise of
+# small counts, and at most MOST.
 SHARE, MOST = 0.08, 4.0
 LIMIT = 12  # at most this multiple of k candidates are kept
 # After a selection by histogram, the slope is measured between the k-th largest magnitude and this part of it.
