@@ -53,8 +53,8 @@ class Update:
     Attributes:
         by_closure: whether a closure computes the gradients inside ``step()``.
         names_closure: whether ``step`` was called as ``step(closure=None)``.
-        has_results: whether the gradients are exchanged already. If ``step()`` calls ``super().step()``, hooks run
-            twice.
+        has_results: whether the gradients are exchanged already. If ``step()`` calls ``super().step()``, the hooks run
+            twice, and the second run must not exchange.
         unmoved: parameters that this ``step()`` must not move, and copies of them.
     """
 

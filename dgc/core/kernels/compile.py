@@ -159,7 +159,7 @@ def _locked(path: Path, patience: float) -> Iterator[None]:
     """Hold the lock of a file in the ``with`` block.
 
     The block runs without the lock if the file system has no locks, or after ``patience`` seconds: compiling twice does
-    no harm. With a patience of 0, raise :class:`BusyError` instead of running the block without the lock.
+    no harm. With a patience of 0, raise :class:`BusyError` if another process has the lock.
     """
     deadline = time.monotonic() + patience
     with contextlib.ExitStack() as held:

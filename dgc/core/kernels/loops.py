@@ -51,8 +51,8 @@ def to_halves(
 
     Args:
         values: (k,) float32.
-        factor: a power of two. Unless ``second`` is 1, no product other than 0 is subnormal.
-        second: a power of two. Multiplied by it as well, every finite magnitude is below 65520.
+        factor: a power of two. Unless ``second`` is 1, no value other than 0 is subnormal after this multiplication.
+        second: a power of two. After this second multiplication, every finite magnitude is below 65520.
         limit: larger magnitudes, including infinity, become this number.
         halves: (k,) uint16, filled.
     """

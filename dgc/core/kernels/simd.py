@@ -86,7 +86,7 @@ def _asking(lines: int) -> Callable[..., ir.Value]:
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         place = builder.bitcast(_place(context, builder, signature.args[0], args[0], args[1]), byte)
         for line in range(lines):
-            # The three arguments: for reading, into all caches, data (not code).
+            # The three integers mean: prefetch for reading, into all caches, data rather than code.
             builder.call(function, [builder.gep(place, [_I64(line * _LINE)]), _I32(0), _I32(3), _I32(1)])
         return context.get_dummy_value()
 
