@@ -64,16 +64,19 @@ class BucketState:
         rest[places] = 0
         return rest
 
-    def return_owned(self) -> None:
-        """Move unsent sums into this rank's own residuals. Their total over all ranks stays the same."""
-        if self.w.any():
+    def return_owned(self, *, sparse: bool, small: bool) -> None:
+        """Move the unsent sums of sparsified and of small tensors into this rank's own residuals.
+
+        Their total over all ranks stays the same.
+        """
+        if sparse and self.w.any():
             v = self._memory.to_host(self.v)
             for segment in self._bucket.sparse:
                 owned, places = self.owned(segment)
                 v[segment.slice][places] += owned
             self._memory.copy_in(self.v, v)
             self.w.fill(0)
-        if self.owned_error.any():
+        if small and self.owned_error.any():
             self.error += self.owned_error
             self.residual_pending = True
             self.owned_error.fill(0)

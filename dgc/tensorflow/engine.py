@@ -180,7 +180,8 @@ class Group:
         self._pool = ResultPool([], [])
         for bucket in self.exchange.state.buckets:
             bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
-            bucket.error = bucket.error[:0].copy()
+            bucket.error, bucket.w = bucket.error[:0].copy(), bucket.w[:0].copy()
+            bucket.owned_error = bucket.owned_error[:0].copy()
 
     def _require_all_ended(self) -> None:
         """Raise an error on all ranks if a callback has ended ``fit()`` on only some of them."""

@@ -183,7 +183,7 @@ class OptimizerFrontEnd(FrontEnd):
     def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
         exchanging = next(iter(self._handed), None)
         if self._skipping:
-            if exchanging is not None:
+            if exchanging is not None or self.begun:
                 wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
                 self.engine.fail(LayoutError(wrong))
             return
@@ -207,7 +207,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     @override
     def end_exchange_of_closure(self) -> None:
-        if self.begun:
+        if self.begun or not self.averaged:  # a closure without a gradient: the other ranks may have some
             self.synchronize()
 
     def _exchange(self, update_follows: bool) -> None:

@@ -393,6 +393,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the local optimizer's ``state_dict()``: this rank's share, with parameters numbered from 0."""
+        _copy_options(self.param_groups, self.optim.param_groups)  # the local ones may still hide what is compressed
         return self.optim.state_dict()
 
     @staticmethod

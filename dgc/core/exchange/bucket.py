@@ -92,10 +92,7 @@ class BucketStep:
         self._packing: Callable[[], bool] | None = None
         self._begun: Callable[[], Selection] | None = None
         self._deferred: EntrySum | None = None
-        if self.plan.dealing:
-            parts.owners.start(self.plan)
-        elif self.plan.is_active:
-            state.return_owned()
+        self._is_prepared = parts.owners.are_out = False
 
     # -- on the communication thread -----------------------------------------------------------------------------------
 
@@ -108,7 +105,7 @@ class BucketStep:
 
     def begin(self) -> None:
         """Let other threads or a device begin to compress this bucket while this thread works on another one."""
-        self._parts.vector.start(self.plan)
+        self._prepare()
         self._packing = self._parts.vector.begin_packing(self.step)
         if self.plan.is_active:
             self._begun = self._parts.encoder.begin(self._work(), self._state)
@@ -152,7 +149,7 @@ class BucketStep:
         if self.plan.is_active:
             self._parts.encoder.catch_up(self.step)
         if self.plan.dealing and not self._parts.owners.are_out:
-            self._parts.owners.send_nothing()
+            self._parts.owners.send_nothing(self.plan)
             self._count_parts()
         self._parts.messages.start(self.plan, self.step.number, self.step.fingerprint)
         self._parts.messages.write_error(error, parameter)
@@ -166,7 +163,7 @@ class BucketStep:
         """
         plan, vector, messages = self.plan, self._parts.vector, self._parts.messages
         messages.start(plan, self.step.number, self.step.fingerprint)
-        vector.start(plan)
+        self._prepare()
         nonfinite = False
         if plan.is_active:
             begun, self._begun = self._begun, None
@@ -181,6 +178,17 @@ class BucketStep:
         if plan.inline_bytes:
             messages.inline(vector.plain)
         return self.count, nonfinite
+
+    def _prepare(self) -> None:
+        """Prepare buffers once; move owned sums that this plan does not send into this rank's residuals."""
+        if self._is_prepared:
+            return
+        plan, self._is_prepared = self.plan, True
+        self._parts.vector.start(plan)
+        if plan.dealing:
+            self._parts.owners.start(plan)
+        if self.step.density is not None:
+            self._state.return_owned(sparse=plan.dealing is None, small=not (plan.dealing and plan.dealing.small))
 
     def _reduce(self) -> tuple[int, bool]:
         """Send selected entries to their owners; put the sums that this rank owns into its message.

@@ -38,7 +38,6 @@ class Owners:
     def __init__(self, bucket: Bucket, transport: Transport, kernels: Kernels) -> None:
         """Allocate nothing yet; :meth:`start` allocates buffers."""
         self._bucket, self._transport, self._kernels = bucket, transport, kernels
-        self._thresholds = new_thresholds(len(bucket.sparse))
         self._parts = self._came = np.empty((0, 0), np.uint8)
         self.left = self._zeros = np.empty(0, np.float32)
         self.left_small = np.zeros(bucket.small_size, np.float32)
@@ -89,8 +88,9 @@ class Owners:
         self.are_out = True
         self._transport.alltoall(self._parts, self._came)
 
-    def send_nothing(self) -> None:
+    def send_nothing(self, plan: BucketPlan) -> None:
         """Send parts without entries, because this rank has failed. Its message carries the error."""
+        self.start(plan)
         self._parts.fill(0)
         for part in self._parts:
             part[:_HEAD].view(PART_HEADER)["magic"] = PART_MAGIC
@@ -126,7 +126,8 @@ class Owners:
             SegmentWork(gradient=self._zeros[part], offset=part.start, length=part.stop - part.start, k=k)
             for part, k in zip(stripes.slices.values(), dealing.ks, strict=True)
         ]
-        chosen = self._kernels.accumulate_and_select(work, self._zeros, left, self._thresholds)
+        # Learnt thresholds would be a state of the owner: a resumed run would select other sums.
+        chosen = self._kernels.accumulate_and_select(work, self._zeros, left, new_thresholds(len(work)))
         values = dealing.second[rank].encode(chosen.positions, chosen.values, payload)
         left[chosen.positions] -= values
         overflows = chosen.nonfinite or not is_finite(self.left_small)

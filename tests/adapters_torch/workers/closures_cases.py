@@ -3,6 +3,7 @@
 import copy
 
 import torch
+import torch.distributed as dist
 from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, digest
 from ddp_tools import Run
 from worker_tools import case
@@ -50,6 +51,21 @@ def a_run_resumed_by_closures_goes_on_bit_for_bit(front, begin):
     straight.train_by_closures(range(5, 10))
     assert digest(resumed.module) == digest(straight.module)
     assert_identical(resumed.module)
+
+
+@case
+def a_rank_whose_closure_computes_no_gradient_takes_part():
+    """As dense steps do, in which its gradients count as zeros."""
+    run = ClosureRun("dgc", sparsity=0.9)
+
+    def closure():
+        return torch.zeros(()) if dist.get_rank() == 1 else run.backward(3)
+
+    run.train_by_closures(range(3))
+    run.optimizer.zero_grad()
+    run.optimizer.step(closure)
+    assert run.compression.stats.steps == 4
+    assert_identical(run.module)
 
 
 def lbfgs(model):

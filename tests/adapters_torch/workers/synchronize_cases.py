@@ -23,6 +23,7 @@ from models import (
 from worker_tools import case
 
 import dgc.torch as dgc
+from dgc.errors import DGCError
 
 OPTIMIZERS = {
     "SGD": lambda m: sgd(m, nesterov=True, weight_decay=0.01),
@@ -156,3 +157,19 @@ def a_rank_whose_gradients_and_learning_rate_are_0_takes_part():
             loss_of(model, step).backward()
         optimizer.step()
     assert compression.describe()["step"] == 2
+
+
+@case
+def an_accumulated_gradient_is_not_applied_before_it_is_averaged():
+    model = make_model()
+    optimizer = dgc.DistributedOptimizer(
+        sgd(model), model.named_parameters(), compression=dgc.Compression.dgc(**EXACT), backward_passes_per_step=2
+    )
+    loss_of(model, 0).backward()
+
+    def step():
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    on_every_rank(DGCError, r"call optimizer.synchronize\(\) first", step)
+    assert_replicas_identical(model)

@@ -441,3 +441,75 @@ def test_nodes_deal_as_single_ranks():
         for a, b in zip(results, rows[0][0], strict=True):
             for x, y in zip(a, b, strict=True):
                 np.testing.assert_array_equal(x, y)
+
+
+def test_a_loaded_job_selects_the_same_sums():
+    """With a tensor for which kernels learn thresholds."""
+
+    def one_rank(transport):
+        def made():
+            options = {"exchange": "reduce-scatter", "sparsity": 0.999, "momentum": 0.9, "values": "int2"}
+            return make_exchange(transport, {"a": (1000, 600)}, **options, kernels=NumbaKernels())
+
+        def steps(exchange, numbers):
+            rngs = [np.random.default_rng([step, transport.rank]) for step in numbers]
+            given = [
+                (rng.standard_normal(600_000) * (1 + 0.05 * n)).astype("f")
+                for n, rng in zip(numbers, rngs, strict=True)
+            ]
+            return [run_step(exchange, [g])[1][0] for g in given]
+
+        exchange, other = made(), made()
+        steps(exchange, range(12))
+        other.load_state_dict(exchange.state_dict())
+        pairs = list(zip(steps(exchange, range(12, 24)), steps(other, range(12, 24)), strict=True))
+        exchange.close()
+        other.close()
+        return [int((a != b).sum()) for a, b in pairs]
+
+    assert run_ranks(RANKS, one_rank) == [[0] * 12] * RANKS
+
+
+@pytest.mark.parametrize("options", [{"small": "float32"}, {"bucket_bytes": 1600}])
+def test_loaded_sums_of_small_tensors_are_sent_by_a_job_with_other_options(options):
+    shapes = {"a": (300, 70), "s1": (400,), "b": (64, 64), "bias": (333,)}
+
+    def one_rank(transport):
+        exchange = make_exchange(transport, shapes, **OPTIONS)
+        for step in range(4):
+            run_step(
+                exchange, [gradient(step, transport.rank, i, n) for i, n in enumerate(map(np.prod, shapes.values()))]
+            )
+        other = make_exchange(transport, shapes, **{**OPTIONS, **options})
+        other.load_state_dict(exchange.state_dict())
+        zeros = [np.zeros(np.prod(shape), np.float32) for shape in shapes.values()]
+        before = sum(float(np.abs(b.owned_error).sum()) for b in other.state.buckets)
+        for _ in range(6):
+            run_step(other, zeros)
+        after = sum(float(np.abs(b.owned_error).sum()) for b in other.state.buckets)
+        exchange.close()
+        other.close()
+        return before, after
+
+    before, after = np.sum(run_ranks(RANKS, one_rank), axis=0)
+    assert after < before / 100
+
+
+def test_an_error_in_the_preparation_of_one_rank_is_an_error_on_all(monkeypatch):
+    start, failed = Owners.start, []
+
+    def start_once(self, plan):
+        if self._transport.rank == 3 and not failed:
+            failed.append(True)
+            raise WireError("no memory is left")
+        start(self, plan)
+
+    monkeypatch.setattr(Owners, "start", start_once)
+
+    def one_rank(transport):
+        exchange = make(transport)
+        with pytest.raises(DGCError, match="no memory is left"):
+            run_step(exchange, gradients(0, transport.rank))
+        exchange.close()
+
+    run_ranks(RANKS, one_rank, timeout=60)
