@@ -34,8 +34,9 @@ from dgc.torch.untraced import untraced, weakly
 # Takes the gradient's name.
 CHANGED = (
     "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
-    "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize(); register a "
-    "hook that changes gradients before the optimizer is wrapped"
+    "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize() (a "
+    "compressor with momentum clips by its local_grad_clip_norm= instead); register a hook that changes gradients "
+    "before the optimizer is wrapped"
 )
 
 _REBUILD = "build a new optimizer and wrap it"
