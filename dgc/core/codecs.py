@@ -567,7 +567,7 @@ class SmallCodec:
     """
 
     def __init__(self, bucket: Bucket, name: str, span: slice | None = None) -> None:
-        """Code the elements of ``span`` in that part of the bucket; all if None."""
+        """Encode the elements of that part of the bucket that lie in ``span``, or all of them if it is None."""
         self.values = VALUE_CODECS[name]
         self.size = bucket.small_size
         self._span = span = span or slice(0, self.size)

@@ -60,7 +60,7 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes
         theirs, ours = ("single ranks" if n is None else f"{n} nodes" for n in (saved.get("nodes"), nodes))
         raise LayoutError(
             f"the saved compressor state is one of {theirs}, but {ours} send in this job, with other residuals. Load "
-            "it on as many ranks and nodes with the same hierarchical=..., or load only the model"
+            "it on the same number of ranks and nodes, with the same hierarchical=..., or load only the model"
         )
     if saved.get("size") != size:
         raise LayoutError(
@@ -207,7 +207,7 @@ def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:
         raise LayoutError(f"resize=True needs the state of old rank {rank} on this rank; pass those of all old ranks")
     if state.get("rank") != rank or state.get("size") != first["size"]:
         raise LayoutError(
-            f"the state in place {rank} is that of rank {state.get('rank')} of {state.get('size')}; resize=True needs "
+            f"the state at index {rank} is that of rank {state.get('rank')} of {state.get('size')}; resize=True needs "
             f"those of all {first['size']} old ranks in rank order"
         )
     if state.get("step") != first.get("step"):

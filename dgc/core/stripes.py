@@ -40,7 +40,7 @@ class Stripes:
     Attributes:
         sparse_size: the number of places. It is the same on all ranks, so a few places may lie beyond the bucket.
         sparse: the bucket's sparsified tensors.
-        small: the rank's span of the bucket's small tensors: these are dealt in one piece for each rank.
+        small: the rank's span of the bucket's small tensors, which are divided into one piece for each rank.
     """
 
     def __init__(self, bucket: Bucket, rank: int, ranks: int) -> None:
@@ -52,7 +52,7 @@ class Stripes:
         self.small = slice(first, stop)
 
     def positions(self, places: np.ndarray) -> np.ndarray:
-        """Return the positions in the bucket of (n,) int64 places."""
+        """Convert places, (n,) int64, to positions in the bucket, and return these."""
         rounds = places // STRIPE
         positions: np.ndarray = (
             rounds * self.ranks + (self.rank - _shift(rounds)) % self.ranks

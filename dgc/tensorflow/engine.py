@@ -407,7 +407,7 @@ class Engine(EngineBase):
     ) -> tuple[list[np.ndarray], int]:
         """Exchange one step of these variables: see :meth:`Group.run`."""
         self.require_open("gradient() or apply_gradients()")
-        self.take_momentum()  # here and not in begin(), because a new momentum does not make a graph be traced again
+        self.take_momentum()  # here and not in begin(), because a new momentum does not cause a graph to be retraced
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.taken

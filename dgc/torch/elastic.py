@@ -97,7 +97,7 @@ class TorchState(hvd.elastic.TorchState):
 
     def sync(self) -> None:
         """Broadcast everything but the compressor's state, which :meth:`begin` loads."""
-        # If an optimizer has no state, Horovod does not send its options, and steps it to create a state. Options of
+        # If an optimizer has no state, Horovod does not send its options: it calls step() to create a state. Options of
         # other optimizers are sent in float32.
         groups = self.optimizer.param_groups
         own = [{name: value for name, value in group.items() if name != "params"} for group in groups]

@@ -294,7 +294,7 @@ def front_ends(ids: set[int]) -> list[FrontEnd]:
 def require_free(parameters: Sequence[torch.Tensor], *, exclusively: bool = False) -> None:
     """Refuse parameters whose gradients are exchanged already.
 
-    With ``exclusively``, only front ends with the attribute ``exclusive`` count.
+    With ``exclusively``, consider only front ends that have the attribute ``exclusive``.
     """
     if any(each.exclusive or not exclusively for each in front_ends({id(p) for p in parameters})):
         raise ConfigError(

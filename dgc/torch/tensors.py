@@ -68,7 +68,7 @@ def describe(name: str, tensor: torch.Tensor) -> Parameter:
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return the tensor's values in logical order, (numel,): a view if memory, device and type allow, else a copy.
 
-    NumPy does not know bfloat16, which becomes a float32 copy.
+    NumPy has no bfloat16, so such a tensor is copied to float32.
     """
     flat = tensor.detach()
     if flat.dtype is torch.bfloat16:

@@ -3,7 +3,7 @@
 P = number of ranks, m = message bytes, n = elements.
 
 **How a rank waits.** Open MPI's blocking collectives spin. This takes a core from the backward pass, which then kept
-only 72 to 76 % of its speed. So every collective here is non-blocking. A rank tests for its end, first without pause
+only 72 to 76 % of its speed. So every collective here is non-blocking. A rank polls for the end, first without pause
 and then with growing sleeps. The backward pass keeps 97 to 101 % of its speed, and ranks notice the end of a collective
 as early as before (``benchmarks/transport.py``). On an idle machine, 25 kB take 12 microseconds instead of 5.
 

@@ -53,7 +53,7 @@ class Encoder(ABC):
     # -- a step, whose plan is active ---------------------------------------------------------------------------------
 
     def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection] | None:
-        """If possible, let other threads or a device begin while this thread works on another bucket.
+        """If possible, let other threads or a device begin this work while this thread works on another bucket.
 
         Returns:
             A function for :meth:`encode`; it must be called once, whatever happens.

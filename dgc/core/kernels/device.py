@@ -187,7 +187,7 @@ TEXTS = {
 
 
 class Device(ABC):
-    """A device with a stream of this package. ``with`` makes both current, and may be nested.
+    """A device on which this package has its own stream. ``with`` makes both current, and may be nested.
 
     Attributes:
         xp: the module of its arrays: CuPy.

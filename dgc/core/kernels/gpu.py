@@ -27,10 +27,10 @@ def device_count() -> int:
 class CurrentDevice:
     """Make one device a thread's current one, if it is not.
 
-    A thread of this package keeps the device. It must not return to device 0, where every thread begins: with CUDA 12,
-    this would open a context on device 0, which takes half a gigabyte there for every process of the host. On a
-    caller's thread, ``with`` changes nothing if the device is current already; otherwise, the former device is restored
-    at the end.
+    A thread of this package keeps its current device. It must not return to device 0, where every thread begins:
+    with CUDA 12, this would open a context on device 0, which takes half a gigabyte there for every process of the
+    host. On a caller's thread, ``with`` changes nothing if the device is current already; otherwise, the former
+    device is restored at the end.
     """
 
     def __init__(self, device: int, current: Callable[[], int], choose: Callable[[int], None]) -> None:

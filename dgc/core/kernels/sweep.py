@@ -212,7 +212,7 @@ def _sweep(form, decays, g, g0, p, p0, u, v, bits, start, stop, m, decay, scale,
 
 @helper
 def widen(address, code, start, count, out):
-    """Convert ``count`` elements to float32: those from ``start`` on in the array of type ``code`` at ``address``."""
+    """Convert ``count`` elements to float32, from index ``start`` of the array of type ``code`` at ``address``."""
     # Slices make indices start at 0. An index that might be negative would cost a branch in each loop.
     out = out[:count]
     if code == FLOAT32:
@@ -662,7 +662,7 @@ class Choice:
     """
 
     def __init__(self, work: Sequence[SegmentWork], thresholds: np.ndarray) -> None:
-        """Prepare the choice for the work of a pass. The thresholds, (S, COLUMNS), are updated later."""
+        """Prepare to choose entries in one pass. The thresholds, (S, COLUMNS), are updated later."""
         self._thresholds = thresholds
         self._integers, self._reals = np.zeros((len(work), INTEGERS), np.int64), np.zeros((len(work), REALS))
         self._integers[:, OFFSET] = [w.offset for w in work]

@@ -63,7 +63,7 @@ def new_thresholds(segments: int) -> np.ndarray:
 def threshold(row: np.ndarray, k: int, length: int) -> float:
     """Return the threshold of the next pass for one segment.
 
-    It is the least magnitude of a candidate. 0 makes all entries that are not zero candidates. Infinity means that
+    It is the least magnitude of a candidate. If it is 0, every nonzero entry is a candidate. Infinity means that
     there are none, because nothing is known yet or the density is high: entries are then selected after the pass.
     """
     if k <= 0:
