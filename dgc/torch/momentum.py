@@ -150,10 +150,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             self.register_step_pre_hook(_add_l1)
         compression = DGCCompressor({**self.options.core_options(described), **chosen})
         DistributedOptimizer(self, named, compression)
-        if compression.engine is not None:
-            l1 = {id(p) for group in self.param_groups if group["l1"] for p in group["params"]}
-            parameters = enumerate(compression.engine.parameters)
-            compression.engine.decays_by_sign = {i for i, p in parameters if id(p) in l1}
+        self._read_l1()
 
     def minimize(self, loss: torch.Tensor) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Make one step: clear the gradients, call ``loss.backward()`` and ``step()``.
@@ -233,11 +230,18 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             own = [state["compression"] for state in states]
             self.compression.load_state_dict(own if resize else own[0], resize)
         super().load_state_dict({key: value for key, value in states[0].items() if key != "compression"})
+        self._read_l1()  # a loaded group brings its own
 
     set_dict = load_state_dict  # Paddle's name
 
     def __repr__(self) -> str:
         return super().__repr__() if self.options.name is None else f"{self.options.name}: {super().__repr__()}"
+
+    def _read_l1(self) -> None:
+        """Tell the compressor which parameters decay by their sign."""
+        if (engine := self.compression.engine) is not None:
+            l1 = {id(p) for group in self.param_groups if group["l1"] for p in group["params"]}
+            engine.decays_by_sign = {i for i, p in enumerate(engine.parameters) if id(p) in l1}
 
     def _part_regularized(self) -> None:
         """Name all parameters, and move those with an attribute ``regularizer`` to new groups at the end."""

@@ -163,6 +163,19 @@ def resume_continues_bit_for_bit():
 
 
 @case
+def a_loaded_kind_of_decay_is_followed():
+    own = parameters()
+    optimizer = make(own, regularization=L1Decay(0.05))
+    train(optimizer, own, 2)
+    other = twin(own)
+    resumed = make(other, regularization=L2Decay(0.05))
+    resumed.set_dict(through_file(optimizer.state_dict()))
+    train(optimizer, own, 3, 2)
+    train(resumed, other, 3, 2)
+    assert_bits_equal(other, own)
+
+
+@case
 def states_that_do_not_fit_are_refused():
     own = parameters()
     optimizer = make(own)
