@@ -28,7 +28,7 @@ from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.adoption import KERAS3, Adoption, family
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.tensors import Step, Variable, cross, raw_variable, still_there
-from dgc.transport.library import LibraryTransport
+from dgc.transport.framework import FrameworkTransport
 
 if TYPE_CHECKING:
     from horovod.tensorflow import ProcessSet as ProcessSet
@@ -81,7 +81,7 @@ import_horovod = HOROVOD.module
 is_alone = HOROVOD.is_alone
 
 
-class HorovodTransport(LibraryTransport):
+class HorovodTransport(FrameworkTransport):
     """A transport over the collectives of ``horovod.tensorflow``, called as eager operations.
 
     An eager operation runs on the calling thread. So it needs no thread of TensorFlow's pool, whose threads may all be

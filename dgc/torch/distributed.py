@@ -23,7 +23,7 @@ from dgc.core.collectives import Collectives, Transport, as_transport, gather_va
 from dgc.errors import ConfigError, TransportError
 from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.tensors import is_sharded, local
-from dgc.transport.library import LibraryTransport
+from dgc.transport.framework import FrameworkTransport
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -213,7 +213,7 @@ def require_dense(job: TorchHorovod) -> None:
         require_no_choice(job.module().rank(), job.gather)
 
 
-class DistributedTransport(LibraryTransport):
+class DistributedTransport(FrameworkTransport):
     """A transport over a new Gloo group: the exchange must not share a group with DDP, FSDP or the script.
 
     It is defined here, because :mod:`dgc.transport` imports no framework.

@@ -24,7 +24,7 @@ from dgc.adapter.job import JOINED, SHUT_DOWN, Horovod
 from dgc.core.collectives import Transport
 from dgc.core.exchange.stats import Stats
 from dgc.errors import ConfigError, StallError, TransportError
-from dgc.transport.library import LibraryTransport
+from dgc.transport.framework import FrameworkTransport
 from dgc.transport.mpi import LIMIT_VARIABLE, longest_wait
 
 # Elements per broadcast: MPI counts are int32.
@@ -178,7 +178,7 @@ class Placeholders:
         self._free.append(placeholder if value == 1.0 else placeholder.fill_(1.0))
 
 
-class HorovodTransport(LibraryTransport):
+class HorovodTransport(FrameworkTransport):
     """A transport over the collectives of ``horovod.torch``, on CPU tensors that share memory with the caller's arrays.
 
     Tensor names are equal on all ranks and repeat from step to step, so that Horovod's response cache finds them. They

@@ -14,7 +14,7 @@ import dgc.torch as dgc
 from dgc.adapter.agreement import require_agreement
 from dgc.core.collectives import SMALL_BYTES
 from dgc.torch.horovod import HOROVOD, HorovodTransport
-from dgc.transport.library import GATHER_BYTES
+from dgc.transport.framework import GATHER_BYTES
 from dgc.transport.local import local_world
 from dgc.transport.mpi import MPITransport
 

@@ -26,16 +26,16 @@ from dgc.errors import TransportError
 GATHER_BYTES = 4 * 1024 * 1024
 
 
-class LibraryTransport(Transport):
-    """Collectives of a library. One thread at a time calls them, in the same order on every rank.
+class FrameworkTransport(Transport):
+    """Collectives of a framework. One thread at a time calls them, in the same order on every rank.
 
     An ``allreduce`` gives the same bits on every rank. Small arrays, and all arrays for a "max", are gathered and
-    reduced in rank order. The library computes large sums. The rings of Gloo and NCCL compute each sum on one rank and
-    copy it to the others. MPI's algorithms do so, too, or they let two ranks add the same two numbers; a+b has the same
-    bits as b+a.
+    reduced in rank order. The framework computes large sums. The rings of Gloo and NCCL compute each sum on one
+    rank and copy it to the others. MPI's algorithms do so, too, or they let two ranks add the same two numbers; a+b
+    has the same bits as b+a.
 
     Attributes:
-        shut_down: the text of the error that is raised when the library is no longer initialised.
+        shut_down: the text of the error that is raised when the framework is no longer initialised.
     """
 
     shut_down: ClassVar[str]
@@ -59,7 +59,7 @@ class LibraryTransport(Transport):
 
     @abc.abstractmethod
     def _is_running(self) -> bool:
-        """Return whether the library is initialised."""
+        """Return whether the framework is initialised."""
 
     @override
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
@@ -105,7 +105,7 @@ class LibraryTransport(Transport):
 
     @override
     def close(self) -> None:
-        """Refuse further collectives. The library itself stays initialised."""
+        """Refuse further collectives. The framework itself stays initialised."""
         self._closed = True
 
     def _require_open(self) -> None:

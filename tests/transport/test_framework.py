@@ -1,17 +1,17 @@
-"""What the transports over a library's collectives share, over threads in the library's place."""
+"""What the transports over the collectives of a framework share; here threads take its place."""
 
 import numpy as np
 import pytest
 
 from dgc.errors import TransportError
-from dgc.transport import library
-from dgc.transport.library import LibraryTransport
+from dgc.transport import framework
+from dgc.transport.framework import FrameworkTransport
 from dgc.transport.local import run_ranks
 
 RANKS = 3
 
 
-class OverThreads(LibraryTransport):
+class OverThreads(FrameworkTransport):
     name, shut_down = "threads", "the threads are shut down"
 
     def __init__(self, transport):
@@ -48,7 +48,7 @@ def numbers(rank, n, dtype="float32"):
 @pytest.mark.parametrize(("beyond", "dtype"), [(0, "float32"), (1, "float32"), (0, "float64"), (1, "float64")])
 def test_small_sums_are_folded_in_rank_order_and_larger_ones_by_the_library(beyond, dtype, monkeypatch):
     n = 100 + beyond
-    monkeypatch.setattr(library, "SMALL_BYTES", RANKS * 100 * np.dtype(dtype).itemsize)
+    monkeypatch.setattr(framework, "SMALL_BYTES", RANKS * 100 * np.dtype(dtype).itemsize)
 
     def act(transport):
         array = numbers(transport.rank, n, dtype)
@@ -62,8 +62,8 @@ def test_small_sums_are_folded_in_rank_order_and_larger_ones_by_the_library(beyo
 
 
 def test_a_large_maximum_is_gathered_in_pieces_and_keeps_a_nan(monkeypatch):
-    monkeypatch.setattr(library, "SMALL_BYTES", 0)
-    monkeypatch.setattr(library, "GATHER_BYTES", 4 * RANKS * 10)
+    monkeypatch.setattr(framework, "SMALL_BYTES", 0)
+    monkeypatch.setattr(framework, "GATHER_BYTES", 4 * RANKS * 10)
 
     def act(transport):
         array = numbers(transport.rank, 25)
