@@ -76,8 +76,8 @@ def test_no_rank_changes_anything_when_one_cannot_load():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda states: states[::-1], "place 0 is that of rank 1 of 2"),
-        (lambda states: [states[0], states[0]], "place 1 is that of rank 0 of 2"),
+        (lambda states: states[::-1], "index 0 is that of rank 1 of 2"),
+        (lambda states: [states[0], states[0]], "index 1 is that of rank 0 of 2"),
         (lambda states: [states[0], {**states[1], "step": 5}], "step 5, that of rank 0 of step 1"),
         (lambda states: [states[0], {**states[1], "parameters": {"a": {}}}], "another model"),
         (lambda states: [states[0], {**states[1], "parameters": 3}], "no parameters"),
