@@ -33,13 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
     summary = "compile all kernels into the cache, for the image of a container or before a first start"
     commands.add_parser("compile", help=summary, description=f"{summary.capitalize()}.").set_defaults(run=compile_now)
     bench = commands.add_parser("bench", help="say what a step's exchange costs in this job, and which option to set")
-    bench.add_argument("--parameters", type=int, default=25_000_000, help="of the model (default: %(default)s)")
-    bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model, instead of --parameters")
+    bench.add_argument("--parameters", type=int, default=25_000_000, help="size of the model (default: %(default)s)")
+    bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model; replaces --parameters")
     bench.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: %(default)s")
     bench.add_argument(
-        "--steps", type=int, default=10_000, help="of the whole training, for the option steps= (default: %(default)s)"
+        "--steps", type=int, default=10_000, help="length of the training; chooses the sparsity (default: %(default)s)"
     )
-    bench.add_argument("--sparsity", type=float, help="share of entries held back, instead of what steps= chooses")
+    bench.add_argument("--sparsity", type=float, help="share of entries held back; replaces --steps")
     bench.set_defaults(run=measure_job)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
@@ -95,7 +95,7 @@ def list_compressors(arguments: argparse.Namespace) -> int:
 
 def facts() -> list[tuple[str, str, str, str, str]]:
     """Return a row for each compressor: name, bits per element, error feedback, unbiased, source."""
-    # Import these here, because the other commands need neither NumPy nor Numba.
+    # Import these here, because build-horovod and doctor must work without NumPy and Numba.
     from dgc.core.compressors import compressor_class, compressor_names
 
     rows = [compressor_class(name) for name in compressor_names()]

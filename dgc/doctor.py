@@ -1,4 +1,4 @@
-"""``python -m dgc doctor``: report what is installed, which builds fit together, what a job would use, and what to do.
+"""``python -m dgc doctor``: report what is installed, whether it fits together, what a job would use, and what to do.
 
 Each package is imported in a separate process, because a broken library may end the process that imports it.
 """
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
-SUMMARY = "say what is installed, what fits, what would be used, and what to do"
+SUMMARY = "report what is installed, whether it fits together, what a job would use, and what to do"
 SECONDS = 120.0  # time limit of one import
 
 _MPI = "sorted({line.split()[-1] for line in open('/proc/self/maps') if '/libmpi.' in line})"
@@ -144,11 +144,11 @@ def choices(found: Mapping[str, Facts]) -> dict[str, str]:
     horovod = [facts for name in ("torch", "tensorflow") if (facts := found[f"horovod.{name}"]).get("mpi") is not None]
     parts = []
     if any(facts["mpi_built"] for facts in horovod) and found["mpi4py"].get("mpi") in [f["mpi"] for f in horovod]:
-        parts.append("under mpirun or horovodrun mpi4py, because Horovod runs on the same MPI")
+        parts.append("under mpirun or horovodrun: mpi4py, because Horovod runs on the same MPI")
     elif horovod:
-        parts.append("under horovodrun Horovod's collectives, because mpi4py does not share its MPI")
+        parts.append("under horovodrun: Horovod's collectives, because mpi4py does not use Horovod's MPI")
     if "version" in found["torch"]:
-        parts.append("under torchrun torch.distributed with Gloo, because it needs PyTorch alone")
+        parts.append("under torchrun: torch.distributed with Gloo, because it needs only PyTorch")
     gpu = bool(found["torch"].get("gpu")) and bool(found["cupy"].get("devices"))
     why = "CuPy and PyTorch see a GPU" if gpu else "CuPy and PyTorch see no GPU in common"
     numba = "version" in found["numba"]
@@ -193,7 +193,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     lines += [f"{'launchers':<19}{', '.join(launchers) or 'none'}", ""]
     lines += [f"{name:<19}{text}" for name, text in uses.items()]
     lines += ["", *(f"{f.level}: {f.cause}\n  do: {f.remedy}" for f in findings)]
-    sys.stdout.write("\n".join([*lines, *([] if findings else ["All that is installed fits."])]) + "\n")
+    sys.stdout.write("\n".join([*lines, *([] if findings else ["No problems found."])]) + "\n")
     return int(failed)
 
 

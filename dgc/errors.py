@@ -40,9 +40,9 @@ Error = TypeVar("Error", bound=DGCError)
 
 
 def unraised(error: Error) -> Error:
-    """Return an equal error without a traceback, which may be stored for long.
+    """Return a copy of an error without its traceback, so that the copy can be stored.
 
-    An error that was raised refers to the frames that it has passed through, and so keeps the caller's model alive.
+    A traceback refers to the frames that the error has passed through, and keeps the caller's model alive.
     """
     other = copy.copy(error)
     other.__cause__ = error.__cause__

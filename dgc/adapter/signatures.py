@@ -109,14 +109,14 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             momentum: The momentum that the compressor applies. None takes over the optimizer's momentum or Adam's
                 beta1; 0 leaves momentum to the optimizer.
             nesterov: Whether this is Nesterov momentum; None takes the answer from the optimizer.
-            weight_decay: This number times the parameter is added to its gradient; None takes over the optimizer's
+            weight_decay: The parameter times this number is added to its gradient; None takes over the optimizer's
                 weight decay.
             momentum_masking: Set the momentum of an entry to 0 when the entry is sent; None: yes, except with ``steps``
-                and an SGD.
+                and SGD.
             local_grad_clip_norm: Scale each rank's gradient to an L2 norm of at most this number times the square root
                 of the number of ranks.
-            clip_scope: Which norm is limited: "tensor": that of each compressed tensor; "global": that of all gradients
-                together, also before ``rampup_begin_step``.
+            clip_scope: The norm that is limited. "tensor": the norm of each compressed tensor. "global": the norm of
+                all gradients together, also before ``rampup_begin_step``.
             min_numel: Tensors with fewer elements are not compressed; they are sent in the form that ``small`` names.
             include: Name patterns (of ``fnmatch``) of tensors that are compressed even if they are 1-D or small.
             exclude: Name patterns of tensors that are never compressed but sent as float32.
@@ -125,7 +125,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             small: The codec for tensors that are 1-D or small; "float32" sends them exactly.
             bucket_bytes: Bytes of float32 gradients that are sent together in one message.
             op: Average or sum: Horovod's constant, or the name "average" or "sum".
-            sparse_updates: With a plain SGD, update only the parameters' received entries; False: update all entries.
+            sparse_updates: With plain SGD, update only those entries of a parameter that were received; False: update
+                all entries.
             hierarchical: True: the ranks of a node add up their gradients and send as one rank. "auto": only if that
                 saves traffic. A number: groups of this many neighbouring ranks do so.
             exchange: "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: if
@@ -204,8 +205,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         ``e_i <- e_i + τ``. So each step sends at most τ of an entry, however large its residual is. An entry takes one
         32-bit word: ``index << 1 | positive``.
 
-        Departures: a message has room for ``max_density`` of the elements, so that ranks need not exchange sizes; if
-        more entries are beyond τ, the largest are sent first. The paper's optional entropy code is left out.
+        Departures: a message has room for ``max_density`` of the elements, so that ranks need not exchange sizes. If
+        more entries are beyond τ, only the largest are sent. The paper's optional entropy code is left out.
 
         Args:
             parameters: as for :meth:`dgc`.
@@ -231,10 +232,10 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Send a fixed share of the positive and of the negative entries, as the mean of each, with error feedback.
 
-        ``x = g + e``. Of the n+ positive entries the ρ n+ largest are sent as their mean μ+, and of the n- negative
-        entries the ρ n- smallest as their mean μ-; at least one of each sign. ``e = x - μ±`` for sent entries, else x.
-        An entry takes one 32-bit word, ``index << 1 | positive``; a tensor takes two floats. ρ = 1 - ``sparsity``; its
-        default is LBANN's 1/64.
+        ``x = g + e``. The ρ n+ largest of the n+ positive entries are sent as their mean μ+. The ρ n- smallest of the
+        n- negative entries are sent as their mean μ-. At least one entry of each sign is sent. ``e = x - μ±`` for sent
+        entries, else x. An entry takes one 32-bit word, ``index << 1 | positive``; a tensor takes two floats. ρ is
+        1 - ``sparsity``, by default LBANN's 1/64.
 
         Departures: shares and means are exact instead of sampled, and belong to a tensor instead of a matrix column.
 
@@ -304,9 +305,9 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
     ) -> Compressor:
         """Send only the sign of each entry, and the mean of each sign, with error feedback.
 
-        ``x = g + e``; bit = (x >= 0). In each column the entries of either sign become their mean (0 if there are
-        none), and ``e = x - mean``. A tensor takes n bits and two floats per column. A tensor with more than two
-        dimensions counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
+        ``x = g + e``; bit = (x >= 0). In each column, the mean of the entries with the same bit replaces them (0 if
+        there are none), and ``e = x - mean``. A tensor takes n bits and two floats per column. A tensor with more than
+        two dimensions counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
         ``means="row"`` costs less there.
 
         Departure: the paper's ranks quantise the sum a second time, with another residual. Here every rank receives
@@ -315,8 +316,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         Args:
             parameters: as for :meth:`dgc`.
             optimizer: as for :meth:`dgc`.
-            means: Which entries share a pair of means: those of a "column" or a "row" of the matrix (first dimension x
-                all others), or those of the whole "tensor".
+            means: The entries that share a pair of means: a "column" or a "row" of the matrix (first dimension x all
+                others), or the whole "tensor".
             **options: those of :class:`FeedbackOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum``
                 is 0.0.
 

@@ -28,7 +28,7 @@ def brief(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is an int or a float, but not True or False."""
+    """Return whether a value is an int or a float. True and False are not numbers here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -63,7 +63,7 @@ class Transport(abc.ABC):
         """
 
     def gather(self, message: np.ndarray, root: int) -> np.ndarray:
-        """Return every rank's message, (m,) uint8: as (P, m) on the rank ``root``; other ranks get (0, m)."""
+        """Gather every rank's message, (m,) uint8; return (P, m) on the rank ``root`` and (0, m) on other ranks."""
         gathered = gather_rows(self, message)
         return gathered if self.rank == root else gathered[:0]
 
@@ -78,7 +78,7 @@ class Transport(abc.ABC):
     def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
         """Send row r of the message, (P, c) uint8, to rank r; receive row s of ``out``, (P, c), from rank s. Blocking.
 
-        c is equal on all ranks, and P * c is below 2 GiB. If a transport lacks this method, the exchange gathers.
+        c is equal on all ranks, and P * c is below 2 GiB. A transport may lack this method: see ``has_alltoall``.
 
         Raises:
             TransportError: the collective failed.
@@ -172,7 +172,7 @@ REDUCTIONS = {"sum": np.add, "max": np.maximum}
 
 
 def check_allgather(message: np.ndarray, out: np.ndarray, size: int) -> None:
-    """Require (m,) and (P, m) uint8, contiguous, ``out`` writeable, for an allgather over ``size`` ranks."""
+    """Require a message, (m,), and a writeable ``out``, (size, m), both contiguous uint8."""
     if message.dtype != np.uint8 or message.ndim != 1 or not message.flags.c_contiguous:
         raise TransportError(f"allgather takes a contiguous 1-D uint8 message, got {_describe(message)}")
     if message.nbytes > BYTE_LIMIT:
@@ -186,7 +186,7 @@ def check_allgather(message: np.ndarray, out: np.ndarray, size: int) -> None:
 
 
 def check_alltoall(message: np.ndarray, out: np.ndarray, size: int) -> None:
-    """Require two contiguous (P, c) uint8 arrays for ``size`` ranks, ``out`` writeable."""
+    """Require a message and a writeable ``out``, both contiguous (size, c) uint8."""
     fits = all(a.dtype == np.uint8 and a.ndim == 2 and len(a) == size and a.flags.c_contiguous for a in (message, out))
     if not fits or message.shape != out.shape or not out.flags.writeable:
         raise TransportError(
@@ -198,7 +198,7 @@ def check_alltoall(message: np.ndarray, out: np.ndarray, size: int) -> None:
 
 
 def check_allreduce(array: np.ndarray, op: str) -> None:
-    """Require (n,) float32 or float64, contiguous and writeable, and the op "sum" or "max"."""
+    """Require a contiguous, writeable array, (n,) float32 or float64, and the op "sum" or "max"."""
     if op not in REDUCTIONS:
         raise TransportError(f"allreduce knows {sorted(REDUCTIONS)}, got op={op!r}")
     if array.dtype not in (np.float32, np.float64) or array.ndim != 1:
@@ -230,7 +230,7 @@ def _describe(array: np.ndarray) -> str:
     return f"{array.dtype.name} of shape {array.shape}{traits}"
 
 
-LENGTH_BYTES = 8  # a rank sends the length of a text, in this many bytes, before the text
+LENGTH_BYTES = 8  # of the number that a rank sends before a text: the text's length
 
 
 def gather_values(transport: Transport, value: object) -> list[Any]:

@@ -31,18 +31,18 @@ ADAPTIVE_BETA2 = 0.99
 # Digits of a density in a log: 1 - 0.999 is 0.0010000000000000009 in float64.
 DENSITY_DIGITS = 12
 
-# When beta1 to the power of the step is below this, u needs no bias correction any more.
+# When beta1 to the power of the step is below this number, u needs no bias correction.
 _SETTLED = 1e-9
 
-# The bias of the first moment is corrected as if this many steps had been made before the first one. With Adam's own
-# correction, the first gradients are sent up to ten times larger (at a beta1 of 0.9) than later ones, because masking
-# sets the mean of sent entries to 0. The mean of squares remembers the large ones, and updates stay too small for long.
-# Without a correction, the mean is still growing when the learning rate is highest, and updates are too large.
+# The correction of the first moment's bias counts this many steps more than were made. Masking sets the mean of a sent
+# entry to 0, from where it grows again. Adam's own correction enlarges the first means (ten times at a beta1 of 0.9),
+# but not these later ones. So the mean of squares remembers large early means, and updates stay too small for long.
+# Without any correction, the mean is still growing when the learning rate is highest, and updates are too large.
 # docs/adamw.md has figures.
 STEPS_BEFORE = 3
 
-# The momentum of a step with a beta1 of 0, after which u must be only the gradient. It must not be 0, because the
-# kernels do not write u if the momentum is 0.
+# The momentum if beta1 is 0. It is so small that u becomes the gradient. It is not 0, because the kernels do not write
+# u if the momentum is 0.
 NO_MEMORY = 1e-30
 
 
@@ -67,14 +67,14 @@ class DGCConfig:
     momentum: float | None = None
     # Whether this is Nesterov momentum; None takes the answer from the optimizer.
     nesterov: bool | None = None
-    # This number times the parameter is added to its gradient; None takes over the optimizer's weight decay.
+    # The parameter times this number is added to its gradient; None takes over the optimizer's weight decay.
     weight_decay: float | None = None
-    # Set the momentum of an entry to 0 when the entry is sent; None: yes, except with ``steps`` and an SGD.
+    # Set the momentum of an entry to 0 when the entry is sent; None: yes, except with ``steps`` and SGD.
     momentum_masking: bool | None = None
     # Scale each rank's gradient to an L2 norm of at most this number times the square root of the number of ranks.
     local_grad_clip_norm: float | None = None
-    # Which norm is limited: "tensor": that of each compressed tensor; "global": that of all gradients together, also
-    # before ``rampup_begin_step``.
+    # The norm that is limited. "tensor": the norm of each compressed tensor. "global": the norm of all gradients
+    # together, also before ``rampup_begin_step``.
     clip_scope: Literal["tensor", "global"] = "tensor"
     # Tensors with fewer elements are not compressed; they are sent in the form that ``small`` names.
     min_numel: int = 1024
@@ -92,7 +92,7 @@ class DGCConfig:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     # Average or sum: Horovod's constant, or the name "average" or "sum".
     op: str = "average"
-    # With a plain SGD, update only the parameters' received entries; False: update all entries.
+    # With plain SGD, update only those entries of a parameter that were received; False: update all entries.
     sparse_updates: bool = True
     # True: the ranks of a node add up their gradients and send as one rank. "auto": only if that saves traffic. A
     # number: groups of this many neighbouring ranks do so.
@@ -186,8 +186,8 @@ class DGCConfig:
 class Schedule:
     """The sparsity of each step.
 
-    Before the step ``begin`` everything is dense. From then on, each sparsity of the list holds for an equal part of
-    ``length`` steps; afterwards the last one holds: ``i = int((step - begin) * len / length)``, at most ``len - 1``.
+    Before the step ``begin`` everything is dense. For the next ``length`` steps, each sparsity of the list holds for an
+    equal part of them. Afterwards the last one holds: ``i = int((step - begin) * len / length)``, at most ``len - 1``.
 
     Source: Paddle's ``DGCMomentumOptimizer`` (its sparsity, rampup_begin_step, rampup_step).
     """
@@ -215,10 +215,11 @@ class Schedule:
 
 
 def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
-    """Return the options, with a sparsity that suits a training of ``steps`` steps, if ``steps`` is given.
+    """Return the options. If ``steps`` is given, add a sparsity that suits a training of this length.
 
-    The density is chosen so that each entry is sent about a hundred times, and lies between 0.1 % and 1/64. There is no
-    ramp-up, because it costs progress at the beginning. :meth:`DGCConfig.suited` changes this for adaptive optimizers.
+    The density is 100 / steps, so that each entry is sent about a hundred times, but at least 0.1 % and at most 1/64.
+    There is no ramp-up, because it costs progress at the beginning. :meth:`DGCConfig.suited` changes this for adaptive
+    optimizers.
 
     Raises:
         ConfigError: ``steps`` is not a whole number >= 1, or the sparsity is given as well.

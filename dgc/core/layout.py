@@ -158,9 +158,7 @@ class Layout:
 
 
 def bounds_of(positions: np.ndarray, offsets: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Split ascending positions by tensor: return the index of each tensor's first position, then the number k.
-
-    The result is (S + 1,) int64.
+    """Split ascending positions by tensor: return (S + 1,) int64, the index of each tensor's first position, then k.
 
     Args:
         positions: (k,) int64, ascending.
@@ -193,7 +191,7 @@ def _matches(parameter: Parameter, patterns: Sequence[str]) -> bool:
 
 
 def make_layout(parameters: Sequence[Parameter], config: DGCConfig) -> Layout:
-    """Place parameters into buckets, in reverse registration order: gradients arrive in this order.
+    """Place parameters into buckets, in reverse registration order, because gradients arrive in this order.
 
     float64 parameters get separate buckets, which are dense and have a float64 momentum.
 

@@ -44,7 +44,7 @@ def require_states(state: object, resize: bool) -> list[Any]:
             "empty residuals"
         )
     if not resize or not len(state):
-        raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's own, or resize=True")
+        raise LayoutError(f"load_state_dict got {len(state)} states; pass this rank's state, or resize=True")
     for rank, each in enumerate(state):
         if not isinstance(each, Mapping) and (each is not None or rank == 0):
             raise LayoutError(
@@ -57,14 +57,14 @@ def require_states(state: object, resize: bool) -> list[Any]:
 def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes: int | None = None) -> None:
     """Refuse a state of another rank, or of a job with another number of ranks or nodes or another op."""
     if saved.get("nodes") != nodes:
-        theirs, ours = ("single ranks" if n is None else f"{n} nodes" for n in (saved.get("nodes"), nodes))
+        theirs, ours = ("each rank" if n is None else f"each of {n} nodes" for n in (saved.get("nodes"), nodes))
         raise LayoutError(
-            f"the saved compressor state is one of {theirs}, but {ours} send in this job, with other residuals. Load "
-            "it on the same number of ranks and nodes, with the same hierarchical=..., or load only the model"
+            f"in the job that saved this compressor state, {theirs} had its own residuals; in this job, {ours} has. "
+            "Load it on the same number of ranks and nodes, with the same hierarchical=..., or load only the model"
         )
     if saved.get("size") != size:
         raise LayoutError(
-            f"the saved compressor state is one of {saved.get('size')} ranks, this job has {size}; pass the "
+            f"the compressor state was saved by {saved.get('size')} ranks, this job has {size}; pass the "
             "states of all old ranks and resize=True to redistribute the residuals"
         )
     if saved.get("rank") != rank:
@@ -80,7 +80,7 @@ def require_op(saved: Mapping[str, Any], op: str) -> None:
     theirs = saved.get("op")
     if theirs != op:
         raise LayoutError(
-            f"the saved compressor state was saved with op={theirs}, this job has op={op}; give this job "
+            f"the compressor state was saved with op={theirs}, this job has op={op}; give this job "
             f"op={theirs} (and the learning rate that belongs to it), or load only model and optimizer, and begin with "
             "momentum 0"
         )
@@ -95,7 +95,7 @@ def require_sound(saved: Mapping[str, Any]) -> None:
         )
     step = saved.get("step")
     if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
-        raise LayoutError(f"the saved compressor state says step {step!r}, which is no number of steps; it is damaged")
+        raise LayoutError(f"the saved compressor state has step={step!r}, not a number of steps; it is damaged")
     if not isinstance(saved.get("parameters"), Mapping):
         raise LayoutError("the saved compressor state holds no parameters; load the result of state_dict()")
     for name, entry in saved["parameters"].items():
@@ -150,7 +150,7 @@ def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[s
             )
         if "error" in entry and name not in small:
             raise LayoutError(
-                f"parameter {name!r} is sent exactly here, and was coded when the state was saved; the codec's saved "
+                f"parameter {name!r} is sent exactly here, but was coded when the state was saved; the codec's saved "
                 "error would be lost: use the same exclude"
             )
         for key in sorted(wanted | ({"error", "w"} & set(entry))):
@@ -165,9 +165,9 @@ def _numbers(values: object, name: str, key: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
-        raise LayoutError(f"the saved {key} of {name!r} is no array: {error}") from error
+        raise LayoutError(f"the saved {key} of {name!r} is not an array: {error}") from error
     if array.dtype.kind not in "fiu":
-        raise LayoutError(f"the saved {key} of {name!r} holds no numbers but {array.dtype}")
+        raise LayoutError(f"the saved {key} of {name!r} is an array of {array.dtype}, not of numbers")
     return array
 
 
@@ -191,8 +191,8 @@ def own_state(
     first, old_size = states[0], states[0].get("size")
     if first.get("nodes") is not None:
         raise LayoutError(
-            f"the saved compressor states are those of {first['nodes']} nodes (hierarchical=...), which resize=True "
-            f"cannot convert: load them on {old_size} ranks of as many nodes, or load only the model"
+            f"the compressor states were saved by {first['nodes']} nodes (hierarchical=...), and resize=True cannot "
+            f"convert such states: load them on {old_size} ranks of {first['nodes']} nodes, or load only the model"
         )
     if len(states) != old_size:
         raise LayoutError(f"resize=True needs the states of all {old_size} old ranks in rank order, got {len(states)}")
@@ -204,15 +204,15 @@ def own_state(
 def _require_alike(first: Mapping[str, Any], state: Any, rank: int) -> None:
     """Refuse states that were not saved together, because their sum would make no sense."""
     if state is None:
-        raise LayoutError(f"resize=True needs the state of old rank {rank} on this rank; pass those of all old ranks")
+        raise LayoutError(f"this rank needs the state of old rank {rank}: pass the states of all old ranks")
     if state.get("rank") != rank or state.get("size") != first["size"]:
         raise LayoutError(
-            f"the state at index {rank} is that of rank {state.get('rank')} of {state.get('size')}; resize=True needs "
-            f"those of all {first['size']} old ranks in rank order"
+            f"the state at index {rank} belongs to rank {state.get('rank')} of {state.get('size')}; resize=True needs "
+            f"the states of all {first['size']} old ranks in rank order"
         )
     if state.get("step") != first.get("step"):
         raise LayoutError(
-            f"the state of old rank {rank} is of step {state.get('step')}, that of rank 0 of step {first.get('step')}; "
+            f"old rank {rank} saved its state in step {state.get('step')}, rank 0 in step {first.get('step')}; "
             "resize=True needs states that were saved together"
         )
     if _shapes(state) != _shapes(first):
@@ -231,11 +231,11 @@ def resized(
 ) -> dict[str, Any]:
     """Turn the states of N old ranks into this rank's state in a job of M ranks.
 
-    Residuals (also those of small tensors) and momentum buffers of the old ranks r with ``r % M == rank`` are summed
-    and multiplied by M/N, which keeps their mean over the ranks. With ``op="sum"`` their sum is kept instead. Arrays
-    that are equal on all ranks do not change: everything before the ramp-up, and the momentum buffer of dense tensors.
-    One exception: with ``op="sum"`` the u of a sparsified tensor is a rank's share, so before the ramp-up it is
-    multiplied by N/M.
+    Residuals (also of small tensors) and momentum buffers of the old ranks r with ``r % M == rank`` are summed and
+    multiplied by M/N. This keeps their mean over the ranks. With ``op="sum"`` they are only summed, which keeps their
+    sum. Arrays that are equal on all ranks do not change: all arrays before the ramp-up, and the momentum buffers of
+    dense tensors. One exception: with ``op="sum"``, u of a sparsified tensor is a rank's share. Before the ramp-up, it
+    is multiplied by N/M.
 
     Args:
         states: (N,) results of :meth:`dgc.core.state.State.to_dict` in rank order. A state that this rank does not need

@@ -30,8 +30,8 @@ class BucketState:
         thresholds: (S, c) float64, which the selection updates.
         error: (small_size,) float32 on the host: the small tensors' coding error so far. If ``residual_pending``, the
             next step adds it to their gradients; otherwise it is 0.
-        w: (n,) float32 on the host: the part of this rank's sums that it has not sent yet; n = 0 if ranks own no sums.
-        owned_error: (small_size,) float32: the same for small tensors, 0 outside this rank's span; empty if w is.
+        w: (n,) float32 on the host: the unsent part of the sums that this rank owns. n = 0 if ranks own no positions.
+        owned_error: (small_size,) float32: the same for small tensors; 0 outside this rank's span. Empty if w is.
     """
 
     def __init__(self, bucket: Bucket, kernels: Kernels, stripes: Stripes | None = None) -> None:
@@ -47,7 +47,7 @@ class BucketState:
         self.owned_error = np.zeros(bucket.small_size if stripes else 0, np.float32)
 
     def owned(self, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
-        """Return a view of the unsent sums, (m,), that this rank owns of a tensor, and their places in it, (m,)."""
+        """Return a view of a tensor's unsent sums that this rank owns, (m,), and their places in the tensor, (m,)."""
         if self.stripes is None:
             return self.w, np.empty(0, np.int64)
         first = segment.offset - self._bucket.sparse_size
@@ -58,7 +58,7 @@ class BucketState:
         return self.owned_error[inside[0] : inside[-1] + 1] if inside.size else self.w[:0], inside - first
 
     def set_owned(self, segment: Segment, sums: np.ndarray) -> np.ndarray:
-        """Store the part of a tensor's unsent sums, (length,), that this rank owns; return the sums with it removed."""
+        """Store the unsent sums of a tensor, (length,), that this rank owns; return a copy with 0 in their places."""
         rest, (owned, places) = np.array(sums, np.float32), self.owned(segment)
         owned[...] = rest[places]
         rest[places] = 0
@@ -161,7 +161,7 @@ class State:
         self.step = other.step
 
     def momentum_buffer(self, parameter: int) -> Array:
-        """Return a view of u for one parameter, (numel,), where the kernels work."""
+        """Return a view of u for one parameter, (numel,), in the kernels' memory."""
         state, segment = self._place(parameter)
         return state.u[segment.slice]
 
@@ -202,7 +202,7 @@ class State:
         return float(np.sqrt(squares + sum(float(np.square(a, dtype=np.float64).sum()) for a in others)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy as plain containers of NumPy arrays, keyed by parameter name because the layout may change."""
+        """Return a copy as dicts and NumPy arrays. The keys are parameter names, because the layout may change."""
         parameters = {}
         for i, p in enumerate(self._layout.parameters):
             state, segment = self._place(i)

@@ -84,8 +84,8 @@ def write_whole(
             draft.unlink()
         if isinstance(error, OSError):
             raise TransportError(
-                f"{path} could not be written: {error.strerror or error}; what was saved before stays. Make room or "
-                "mend the folder, or save elsewhere"
+                f"{path} could not be written: {error.strerror or error}; what was saved before stays. Free some space "
+                "or repair the folder, or save elsewhere"
             ) from error
         raise
 

@@ -31,8 +31,8 @@ class FrameworkTransport(Transport):
 
     An ``allreduce`` gives the same bits on every rank. Small arrays, and all arrays for a "max", are gathered and
     reduced in rank order. The framework computes large sums. The rings of Gloo and NCCL compute each sum on one
-    rank and copy it to the others. MPI's algorithms do so, too, or they let two ranks add the same two numbers; a+b
-    has the same bits as b+a.
+    rank and copy it to the others. So do MPI's algorithms, except that some let two ranks add the same two numbers;
+    a+b has the same bits as b+a.
 
     Attributes:
         shut_down: the text of the error that is raised when the framework is no longer initialised.
@@ -47,7 +47,7 @@ class FrameworkTransport(Transport):
 
     @abc.abstractmethod
     def _gather(self, message: np.ndarray) -> np.ndarray:
-        """Return the members' uint8 messages, joined in rank order."""
+        """Return all ranks' uint8 messages, joined in rank order."""
 
     @abc.abstractmethod
     def _deal(self, message: np.ndarray) -> np.ndarray:
@@ -55,7 +55,7 @@ class FrameworkTransport(Transport):
 
     @abc.abstractmethod
     def _sum(self, array: np.ndarray) -> None:
-        """Sum ``array`` over all members, in place."""
+        """Sum ``array`` over all ranks, in place."""
 
     @abc.abstractmethod
     def _is_running(self) -> bool:

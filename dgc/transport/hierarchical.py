@@ -63,10 +63,10 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
     count = len(set(nodes))
     if hierarchical == "auto" and count in (1, size):
         return transport
-    if count == 1 and size > 1 and transport.rank == 0:
+    if count == 1 and transport.rank == 0:
         logger.warning(
-            "hierarchical=%s: all %d ranks are one node, and nothing is sent between nodes; gradients are sparsified "
-            "anyway. hierarchical='auto' uses no nodes here",
+            "hierarchical=%s: all %d ranks are on one node. Gradients are sparsified, but nothing is sent between "
+            "nodes: use hierarchical='auto', which ignores nodes in such a job",
             hierarchical,
             size,
         )
@@ -99,7 +99,7 @@ class HierarchicalTransport(Transport):
         self.size = len(firsts)
         self.name = f"{whole.name}, between nodes"
         self.inside = whole.split(first)
-        # The other ranks form a group, too, but that group is not used.
+        # A split puts every rank into a group. The group of those that are no leaders is not used.
         across = whole.split(0 if self.inside.rank == 0 else 1)
         self._across: Transport | None = across if self.inside.rank == 0 else None
         if self._across is None:
@@ -111,20 +111,22 @@ class HierarchicalTransport(Transport):
     def allgather(self, message: np.ndarray, out: np.ndarray) -> None:
         """Copy every node's message into ``out``. If ranks of a node have different messages, raise on all ranks."""
         check_allgather(message, out, self.size)
-        self._exchange(message[None], out, _gather)
+        self._exchange(message[None], out, lambda across, own, came: across.allgather(own[0], came))
 
     @override
     def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
         """Send parts of every node's message. If ranks of a node have different messages, raise on all ranks."""
         check_alltoall(message, out, self.size)
-        self._exchange(message, out, _deal)
+        self._exchange(message, out, lambda across, own, came: across.alltoall(own, came))
 
     @property
     @override
     def has_alltoall(self) -> bool:
         return self._whole.has_alltoall
 
-    def _exchange(self, message: np.ndarray, out: np.ndarray, collective: _Collective) -> None:
+    def _exchange(
+        self, message: np.ndarray, out: np.ndarray, collective: Callable[[Transport, np.ndarray, np.ndarray], None]
+    ) -> None:
         """Let the leader exchange the message, (n, m) parts, and copy the received ones to all ranks of the node."""
         parts, size = message.shape
         if (parts, size) not in self._buffers:
@@ -133,7 +135,17 @@ class HierarchicalTransport(Transport):
         different = self._first_that_differs(message)
         own[:, :_HEAD].view(np.int64)[:] = different, size
         own[:, _HEAD:] = message
-        self._by_leader(lambda across: collective(across, own, came))
+
+        def between_leaders(across: Transport) -> None:
+            came[:, :_HEAD] = 0
+            collective(across, own, came)
+            if (came[:, 8:_HEAD].copy().view(np.int64)[:, 0] != size).any():
+                raise TransportError(
+                    "the nodes have messages of different sizes: they are in different steps, or make different calls; "
+                    "every step, reset() and load must come on all ranks, in the same order"
+                )
+
+        self._by_leader(between_leaders)
         if different:  # a rank with another message may have a buffer of another size
             raise _unlike(different - 1, self.rank)
         self.inside.broadcast(came)
@@ -193,32 +205,6 @@ class HierarchicalTransport(Transport):
         rows = gather_rows(self.inside, own.view(np.uint8))
         others = np.flatnonzero((rows != rows[0]).any(axis=1))
         return 1 + self._first + int(others[0]) if others.size else 0
-
-
-_Collective = Callable[[Transport, np.ndarray, np.ndarray], None]
-
-
-def _gather(across: Transport, own: np.ndarray, gathered: np.ndarray) -> None:
-    """Gather the leaders' messages, which must have one size."""
-    gathered[:, :_HEAD] = 0
-    across.allgather(own[0], gathered)
-    _require_size(gathered)
-
-
-def _deal(across: Transport, own: np.ndarray, dealt: np.ndarray) -> None:
-    """Deal the leaders' messages, which must have one size."""
-    dealt[:, :_HEAD] = 0
-    across.alltoall(own, dealt)
-    _require_size(dealt)
-
-
-def _require_size(came: np.ndarray) -> None:
-    sizes = came[:, 8:_HEAD].copy().view(np.int64)[:, 0]
-    if (sizes != came.shape[1] - _HEAD).any():
-        raise TransportError(
-            "the nodes have messages of different sizes: they are in different steps, or do different things at the "
-            "same time; every step, reset() and load must come on all ranks, in the same order"
-        )
 
 
 def _unlike(rank: int, node: int) -> TransportError:

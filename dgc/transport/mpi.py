@@ -2,14 +2,14 @@
 
 P = number of ranks, m = message bytes, n = elements.
 
-**How a rank waits.** Open MPI's blocking collectives spin. This takes a core from the backward pass, which then kept
-only 72 to 76 % of its speed. So every collective here is non-blocking. A rank polls for the end, first without pause
-and then with growing sleeps. The backward pass keeps 97 to 101 % of its speed, and ranks notice the end of a collective
-as early as before (``benchmarks/transport.py``). On an idle machine, 25 kB take 12 microseconds instead of 5.
+**How a rank waits.** Open MPI's blocking collectives spin. This takes a core from the backward pass, which then runs at
+72 to 76 % of its speed. So every collective here is non-blocking. A rank polls for the end, first without pause and
+then with growing sleeps. The backward pass runs at 97 to 101 % of its speed, and ranks notice the end of a collective
+as early as with spinning (``benchmarks/transport.py``). On an idle machine, 25 kB take 12 microseconds instead of 5.
 
-**How large messages are sent.** A rank that sleeps moves no data. With shared memory that copies through small buffers,
+**How large messages are sent.** A rank that sleeps moves no data. Where shared memory copies through small buffers,
 16 MB took 101 ms with sleeps of 0.5 ms, and 4 ms without. So a large collective begins with eight bytes from every
-rank. A rank sleeps until all of these have arrived. After that, all ranks test without pause for as long as the
+rank. A rank sleeps until all of these have arrived. After that, all ranks poll without pause for as long as the
 transfer should take.
 """
 
@@ -23,7 +23,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,14 +54,14 @@ CHUNK_BYTES_PER_RANK = 64 * 1024
 
 BROADCAST_BYTES = 256 * 1024 * 1024  # the most bytes in one call, because MPI counts them in a C int
 
-# A waiting rank tests without pause for SPIN_SECONDS, plus the time of the transfer at this speed, because a collective
-# that all ranks have reached ends sooner than a sleep does. In a slower transfer a rank may sleep: the kernel's buffers
-# go on moving data.
+# A waiting rank polls without pause for SPIN_SECONDS, plus the time of the transfer at this speed, because a collective
+# that all ranks have reached ends sooner than a sleep does. During a slower transfer a rank may sleep: the operating
+# system's buffers keep the data moving.
 SPIN_SECONDS = 100e-6
 BYTES_PER_SECOND = 1e9
 
-# After that, a rank sleeps for a quarter of the time that it has waited so far. So it notices the end at most a quarter
-# late, and tests rarely in a long wait.
+# After that, a rank sleeps between two polls for a quarter of the time that it has waited so far. So a wait becomes at
+# most a quarter longer, and a rank polls rarely in a long wait.
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 500e-6
 SLEEP_FRACTION = 0.25
@@ -71,12 +71,12 @@ WARN_VARIABLE, WARN_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0
 LIMIT_VARIABLE, LIMIT_SECONDS = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 600.0
 OFF_VARIABLE = "HOROVOD_STALL_CHECK_DISABLE"
 
-# Tests are milliseconds apart. If this much time passes between two of them, the process itself was suspended.
+# Polls are milliseconds apart. If this much time passes between two of them, the process itself was suspended.
 SUSPENDED_SECONDS = 5.0
 
 _OUT_OF_STEP = (
     ". Ranks do different things at the same time: every step, save_checkpoint() and load must come on all ranks, in "
-    "the same order. A rank that has to stop or to save (because of a signal or its own metric) must ask the others "
+    "the same order. A rank that has to stop or to save (because of a signal or its own metric) must tell the others "
     "first (hvd.allreduce)"
 )
 
@@ -269,7 +269,7 @@ class MPITransport(Divisible):
         self._wait(partial(self._comm.Iallgather, [message, byte], [out, byte]), out.nbytes)
 
     def _wait_for_everybody(self, size: int) -> None:
-        """Sleep until all ranks have reached the collective, and compare its size on all ranks."""
+        """Sleep until all ranks have reached the collective; refuse different sizes."""
         announced = np.array([size], np.int64)
         self._wait(lambda: self._comm.Iallgather(announced, self._announcements), 0)
         if (self._announcements != size).any():
@@ -295,9 +295,9 @@ class MPITransport(Divisible):
         self._wait(lambda: self._comm.Iallgatherv(self._mpi.IN_PLACE, [chunk, counts, starts, datatype]), chunk.nbytes)
 
     def _wait(self, collective: Callable[[], Any], size: int) -> None:
-        """Begin ``collective`` and wait for its end. Its ``size`` in bytes decides how long to test without pause."""
+        """Begin ``collective`` and wait for its end. Its ``size`` in bytes decides how long to poll without pause."""
         if self._gave_up:
-            # The other ranks may still reach the collective that this rank gave up, and would pair it with this one.
+            # The others may still reach the collective that this rank gave up. MPI would match it with this one.
             raise TransportError("this rank has given up waiting for others in an earlier exchange; restart the job")
         begun = seen = time.perf_counter()
         spin, patience = SPIN_SECONDS + size / BYTES_PER_SECOND, min(self._warn, self._limit)
@@ -315,12 +315,11 @@ class MPITransport(Divisible):
                     time.sleep(min(LONGEST_SLEEP, max(SHORTEST_SLEEP, SLEEP_FRACTION * waited)))
 
     def _complain(self, waited: float) -> None:
-        """Warn about a long wait, or give up, because a broken link or a stopped process raises no error."""
+        """Warn about a long wait, or give up: a broken link or a stopped process raises no error."""
         does = "gives up" if waited > self._limit else "still waits"
         text = (
             f"rank {self._name} {does} in an exchange of gradients: it has waited {waited:.0f} s for a rank that is "
-            "stopped, cut off from the network, in fewer steps (hvd.join), or busy (an evaluation, a "
-            "checkpoint). "
+            "stopped, cut off from the network, out of batches (hvd.join), or busy (an evaluation, a checkpoint). "
             f"{LIMIT_VARIABLE} is the longest wait in seconds ({_in_seconds(self._limit)}; 0: for ever), "
             f"{WARN_VARIABLE} the wait before a warning ({_in_seconds(self._warn)})"
         )
@@ -377,7 +376,7 @@ def longest_wait(variable: str, default: float) -> float:
 
 
 def _in_seconds(seconds: float) -> str:
-    return "never" if seconds == float("inf") else f"now {seconds:g}"
+    return f"now {0 if seconds == float('inf') else seconds:g}"
 
 
 # -- how a process leaves the job --------------------------------------------------------------------------------
@@ -388,7 +387,7 @@ def _in_seconds(seconds: float) -> str:
 # failed must not be matched with a rank that still waits in a collective. It has a time limit, because a rank that
 # failed does not arrive.
 
-FAREWELL_SECONDS = 5.0  # the longest wait for other ranks, which may have failed or may still run an evaluation
+FAREWELL_SECONDS = 5.0  # the longest wait for other ranks, which may have failed or may still be evaluating
 NAP = 200e-6
 
 _calling = threading.Lock()  # held while MPI is called for a collective: leaving and MPI_Finalize wait for that call
@@ -402,10 +401,9 @@ _farewells: dict[tuple[int, ...], MPI.Intracomm] = {}
 
 
 def expect_farewell(mpi: ModuleType, comm: MPI.Intracomm) -> None:
-    """Arrange that the ranks of ``comm`` leave the job together, even if ``comm`` is freed before. Collective."""
+    """Make the ranks of ``comm`` leave the job together, even if ``comm`` is freed before. Collective."""
     if not _farewells:
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_forked.set)
+        os.register_at_fork(after_in_child=_forked.set)
         # The latest exit handler runs first, so this one runs before Horovod's, which hvd.init() has registered.
         atexit.register(leave)
         _hear_of_finalize(mpi)
@@ -427,7 +425,7 @@ def ranks_in_job(mpi: ModuleType, comm: MPI.Intracomm) -> list[int]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Count a running collective. A failed one stays counted: after a failure, this rank does not go to the barrier."""
+    """Count a running collective. A failed one stays counted, so that this rank does not go to the barrier."""
     me = threading.get_ident()
     _waiting[me] += 1
     yield
@@ -457,16 +455,13 @@ def abort_at_exit() -> None:
     _missing.set()
 
 
-def say_farewell(mpi: ModuleType, seconds: float = FAREWELL_SECONDS) -> bool:
-    """Wait for all ranks that this rank has exchanged with; return whether all of them have arrived."""
-    deadline = time.monotonic() + seconds
-    try:
+def say_farewell(mpi: ModuleType) -> None:
+    """Wait for all ranks that this rank has exchanged with, for FAREWELL_SECONDS at most."""
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    with suppress(TransportError):
         requests: list[Any] = call(mpi, lambda: [comm.Ibarrier() for comm in _farewells.values()])
         while (requests := call(mpi, lambda: [r for r in requests if not r.Test()])) and time.monotonic() < deadline:
             time.sleep(NAP)
-    except TransportError:
-        return False
-    return not requests
 
 
 def leave() -> None:
@@ -489,10 +484,10 @@ def is_child() -> bool:
 
 
 def _hear_of_finalize(mpi: ModuleType) -> None:
-    """Stop calling MPI when any thread finalizes it. MPI then first deletes the attributes of COMM_SELF.
+    """Stop calling MPI when any thread finalizes it: MPI then first deletes the attributes of COMM_SELF.
 
-    The callback is Python code and needs the GIL. Python releases the GIL when it ends a process. But native code that
-    calls C's ``exit()`` while it holds the GIL would wait for ever for Horovod's thread, which finalizes MPI.
+    The callback is Python code and needs the GIL. When Python ends a process, it releases the GIL. But if native code
+    calls C's ``exit()`` while it holds the GIL, the process hangs, because Horovod's thread finalizes MPI then.
     """
     key = mpi.Comm.Create_keyval(delete_fn=lambda comm, key, value: _stop_calling())
     mpi.COMM_SELF.Set_attr(key, None)

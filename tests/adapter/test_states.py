@@ -76,9 +76,9 @@ def test_no_rank_changes_anything_when_one_cannot_load():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda states: states[::-1], "index 0 is that of rank 1 of 2"),
-        (lambda states: [states[0], states[0]], "index 1 is that of rank 0 of 2"),
-        (lambda states: [states[0], {**states[1], "step": 5}], "step 5, that of rank 0 of step 1"),
+        (lambda states: states[::-1], "index 0 belongs to rank 1 of 2"),
+        (lambda states: [states[0], states[0]], "index 1 belongs to rank 0 of 2"),
+        (lambda states: [states[0], {**states[1], "step": 5}], "saved its state in step 5, rank 0 in step 1"),
         (lambda states: [states[0], {**states[1], "parameters": {"a": {}}}], "another model"),
         (lambda states: [states[0], {**states[1], "parameters": 3}], "no parameters"),
         (lambda states: [states[0], None], "old rank 1 on this rank"),

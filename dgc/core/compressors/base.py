@@ -116,12 +116,12 @@ class Algorithm(ABC):
         number: its number in headers: 1 to 127 for this package, 128 to 255 for other compressors.
         bits: a text about the bits that it sends, for the table of compressors.
         error_feedback: whether the part of x that a message leaves out stays in a residual.
-        unbiased: whether random rounding makes decoded values equal x on average. If so, there is an option ``seed``.
-        sends_entries: whether messages hold selected entries. If so, there is an option ``momentum_masking``.
+        unbiased: whether random rounding makes decoded values equal x on average. It adds the option ``seed``.
+        sends_entries: whether messages hold selected entries. It adds the option ``momentum_masking``.
         scheduled: whether it has the options ``sparsity`` and ``rampup_step``.
         coded: whether it has the options ``indices`` and ``values``.
         needs_increment: whether :meth:`encode` needs ``info.increment``.
-        shares: whether :meth:`encode` needs the largest number over all ranks of those that :meth:`prepare` returns.
+        shares: whether :meth:`encode` needs ``info.shared``.
         Options: a frozen dataclass of the options that only this compressor has.
     """
 
@@ -177,7 +177,7 @@ class Algorithm(ABC):
 
     @classmethod
     def sends_all(cls, density: float) -> bool:
-        """Return whether the schedule is at sparsity 0, so that all values are sent, as float32."""
+        """Return whether the schedule is at sparsity 0. Then all values are sent, as float32."""
         return cls.scheduled and density >= 1.0
 
     def has_room_for_all(self, spec: BucketSpec) -> bool:
@@ -321,9 +321,9 @@ def take(data: np.ndarray, at: int, count: int, dtype: DTypeLike) -> np.ndarray:
     return data[at : at + size].copy().view(dtype)
 
 
-def take_scales(data: np.ndarray, at: int, count: int, *, signed: bool = False) -> np.ndarray:
-    """Return ``count`` float32 numbers; raise unless they are finite and, without ``signed``, not negative."""
-    scales = take(data, at, count, np.float32)
+def take_scales(data: np.ndarray, count: int, *, signed: bool = False) -> np.ndarray:
+    """Return a block's first ``count`` float32. Refuse those that are not finite or, unless ``signed``, below 0."""
+    scales = take(data, 0, count, np.float32)
     if not (np.isfinite(scales) & (signed | (scales >= 0))).all():
         raise WireError(f"a scale is not a finite number{'' if signed else ' >= 0'}; the message is damaged")
     return scales

@@ -62,7 +62,7 @@ class Coded(PerTensor):
     @override
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> np.ndarray:
         bits, codes = self.code_bits(), np.empty(tensor.n, np.uint8)
-        scales = take_scales(data, 0, self.scales(tensor), signed=self.signed)
+        scales = take_scales(data, self.scales(tensor), signed=self.signed)
         block = data[scales.nbytes :]
         if bits:
             loops.packing[bits][1](block, codes)
@@ -75,8 +75,8 @@ class Coded(PerTensor):
 class OnebitOptions:
     """Options of ``onebit``."""
 
-    # Which entries share a pair of means: those of a "column" or a "row" of the matrix (first dimension x all others),
-    # or those of the whole "tensor".
+    # The entries that share a pair of means: a "column" or a "row" of the matrix (first dimension x all others), or the
+    # whole "tensor".
     means: Literal["column", "row", "tensor"] = "column"
 
     def __post_init__(self) -> None:
@@ -86,9 +86,9 @@ class OnebitOptions:
 class Onebit(Coded):
     """Send only the sign of each entry, and the mean of each sign, with error feedback.
 
-    ``x = g + e``; bit = (x >= 0). In each column the entries of either sign become their mean (0 if there are
-    none), and ``e = x - mean``. A tensor takes n bits and two floats per column. A tensor with more than two
-    dimensions counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
+    ``x = g + e``; bit = (x >= 0). In each column, the mean of the entries with the same bit replaces them (0 if
+    there are none), and ``e = x - mean``. A tensor takes n bits and two floats per column. A tensor with more than
+    two dimensions counts as a matrix: its first dimension x all others. Kernels of convolutions have short columns;
     ``means="row"`` costs less there.
 
     Departure: the paper's ranks quantise the sum a second time, with another residual. Here every rank receives
@@ -190,7 +190,7 @@ class Qsgd(Coded):
     ) -> tuple[np.ndarray, np.ndarray]:
         group = self.options.bucket_size
         exact = np.empty(self.scales(tensor))
-        # A scale is at least its group's largest magnitude, because larger magnitudes would be cut off.
+        # Each norm is at least its group's largest magnitude: magnitudes above the scale would be cut off.
         loops.norms(x, group, self.options.norm == "l2", exact)
         norms = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
         codes = np.empty(tensor.n, np.uint8)

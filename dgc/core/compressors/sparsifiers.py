@@ -161,7 +161,8 @@ class Topk(_Selection):
             return super().encode(x, out, spec, info)
         self._next = None
         stride = max(1, min(1000, spec.total // SAMPLE))
-        # The first position changes with the step: a stride that divides a tensor's width would meet few columns.
+        # The first position changes with the step. Otherwise, a stride that divides a tensor's width would sample the
+        # same columns in every step.
         first = info.step % stride
         sample = np.concatenate([np.abs(x[t.slice][min(first, t.n - 1) :: stride]) for t in spec.tensors])
         self._samples[spec.bucket.index] = sample
@@ -212,8 +213,8 @@ class Strom(Algorithm):
     ``e_i <- e_i + τ``. So each step sends at most τ of an entry, however large its residual is. An entry takes one
     32-bit word: ``index << 1 | positive``.
 
-    Departures: a message has room for ``max_density`` of the elements, so that ranks need not exchange sizes; if
-    more entries are beyond τ, the largest are sent first. The paper's optional entropy code is left out.
+    Departures: a message has room for ``max_density`` of the elements, so that ranks need not exchange sizes. If
+    more entries are beyond τ, only the largest are sent. The paper's optional entropy code is left out.
 
     Source: Strom 2015, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech.
     """
@@ -260,10 +261,10 @@ _DRYDEN_HEAD = 12  # bytes before the words: the two means and the number of ent
 class Dryden(PerTensor):
     """Send a fixed share of the positive and of the negative entries, as the mean of each, with error feedback.
 
-    ``x = g + e``. Of the n+ positive entries the ρ n+ largest are sent as their mean μ+, and of the n- negative
-    entries the ρ n- smallest as their mean μ-; at least one of each sign. ``e = x - μ±`` for sent entries, else x.
-    An entry takes one 32-bit word, ``index << 1 | positive``; a tensor takes two floats. ρ = 1 - ``sparsity``; its
-    default is LBANN's 1/64.
+    ``x = g + e``. The ρ n+ largest of the n+ positive entries are sent as their mean μ+. The ρ n- smallest of the
+    n- negative entries are sent as their mean μ-. At least one entry of each sign is sent. ``e = x - μ±`` for sent
+    entries, else x. An entry takes one 32-bit word, ``index << 1 | positive``; a tensor takes two floats. ρ is
+    1 - ``sparsity``, by default LBANN's 1/64.
 
     Departures: shares and means are exact instead of sampled, and belong to a tensor instead of a matrix column.
 
@@ -410,7 +411,7 @@ class Adacomp(PerTensor):
     def decode_tensor(self, data: np.ndarray, tensor: Tensor, spec: BucketSpec) -> tuple[np.ndarray, np.ndarray]:
         length = self._bin(tensor)
         dtype, bits = _unit(length)
-        scale = take_scales(data, 0, 1)[0]
+        scale = take_scales(data, 1)[0]
         units = take(data, _ADACOMP_HEAD, int(take(data, 4, 1, "<u4")[0]), dtype).astype(np.int64)
         empty = (1 << bits) - 1
         index, positive, last = units & empty, units >> bits & 1, units >> bits + 1

@@ -1,4 +1,4 @@
-"""Choose the kernels, which are the operations on n elements, for a device."""
+"""Choose the kernels for a device."""
 
 from __future__ import annotations
 

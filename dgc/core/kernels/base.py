@@ -36,12 +36,12 @@ class SegmentWork:
 
     Attributes:
         gradient: (length,) in any float type, contiguous, read only; bfloat16 also as its bits, uint16.
-        parameter: the same, if weight decay is on; else None.
+        parameter: (length,), of such a type, too; None without weight decay.
         k: how many entries to send.
         scale: 1 / loss scale, times the clipping factor.
         place: for a tensor that is sent dense, its part of the vector on the host, (length,).
         result: for a tensor that is sent dense, its result, (length,) of u's type.
-        limit: the largest magnitude that the result may have.
+        limit: the largest magnitude that is allowed in the result.
     """
 
     gradient: Array = None
@@ -111,7 +111,7 @@ def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.n
 
 
 def check_taken(positions: np.ndarray, decoded: np.ndarray, size: int) -> None:
-    """Refuse ascending positions beyond ``size`` elements, or without a decoded value for each."""
+    """Require one decoded value per position, and ascending positions below ``size``."""
     if positions.size and not (0 <= positions[0] and positions[-1] < size):
         raise LayoutError(f"positions {positions[0]} to {positions[-1]} do not lie within {size} elements")
     if decoded.shape != positions.shape:
@@ -129,7 +129,7 @@ def type_code(array: Array, length: int, what: str) -> int:
         if array.dtype.name == "bfloat16":
             return TYPE_CODES[FLOAT_TYPES["bfloat16"]]
         allowed = ", ".join(FLOAT_TYPES)
-        raise LayoutError(f"the {what} has type {array.dtype}; allowed: {allowed} (also as its bits, uint16)")
+        raise LayoutError(f"the {what} has type {array.dtype}; allowed: {allowed}, or bfloat16's bits as uint16")
     return code
 
 
@@ -266,7 +266,7 @@ class Kernels(abc.ABC):
     def dense_update(
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
-        """Apply momentum SGD to an averaged gradient, as the optimizer's own momentum would have."""
+        """Apply momentum SGD to an averaged gradient, with the same result as the optimizer's own momentum."""
 
     # -- tensors that are sent dense: these methods work on the host and call ``dense_update`` -----------------------
 
@@ -297,8 +297,7 @@ class Kernels(abc.ABC):
             if len(run) == 1:
                 self._update_part(run[0], run[0].result, vector, u)
                 continue
-            # Small neighbours with the same options are updated together: one call for each would cost more than the
-            # work in it.
+            # Update small neighbours with the same options together: a call costs more than its work on a small part.
             start, stop = run[0].offset, run[-1].offset + run[-1].length
             merged = dataclasses.replace(run[0], length=stop - start)
             results = np.empty(merged.length, vector.dtype)
@@ -314,7 +313,7 @@ class Kernels(abc.ABC):
     def exceeds(
         self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array, written: Sequence[SegmentWork]
     ) -> bool:
-        """Return whether :meth:`update` would write a result beyond its limit, or ``written`` holds one. Waits."""
+        """Return whether a result in ``written``, or one that :meth:`update` would write, is above its limit. Waits."""
         found = [(p.result, p.limit) for p in written]
         for p in parts:
             result, span = np.empty(p.length, vector.dtype), slice(p.offset, p.offset + p.length)

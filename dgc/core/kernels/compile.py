@@ -25,17 +25,17 @@ from llvmlite import binding
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# no_cfunc_wrapper: nobody calls the kernels from C, and the wrappers take time to compile.
+# no_cfunc_wrapper: the wrappers would serve calls from C, which do not occur, and they take time to compile.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 @cache
 def cache_directory() -> str:
-    """Return the directory of the compiled kernels: one for each version of the sources and each kind of processor.
+    """Return the directory of the compiled kernels, in NUMBA_CACHE_DIR if that is set.
 
-    The directory's name contains both, for two reasons. Numba notices changes only in the file that defines a kernel,
-    not in the files of the functions that the kernel calls. And Numba's index is not safe if different kinds of
-    processors share a home directory. The directory lies in NUMBA_CACHE_DIR, if that is set.
+    Each version of the sources and each kind of processor has its own directory, for two reasons. Numba notices changes
+    only in the file that defines a kernel, not in the files of the functions that the kernel calls. And Numba's index
+    is not safe if different kinds of processors share a home directory.
     """
     digest = hashlib.blake2b(digest_size=8)
     here = Path(__file__).parent
@@ -118,9 +118,9 @@ def compiling(what: str, *, part: str = "kernels", patience: float = PATIENCE) -
     waits. Inside another block of the same part and thread, this does nothing.
 
     Args:
-        what: a name for the kernels that the block calls; one name always stands for the same kernels.
-        part: "kernels", or another name. Processes may compile different parts at the same time; only "kernels" is
-            logged.
+        what: a name for the kernels that the block calls. The same name must always mean the same kernels.
+        part: "kernels", or another name. Processes may compile different parts at the same time. Only the compilation
+            of "kernels" is logged.
         patience: seconds to wait for another process before compiling as well. With 0, :class:`BusyError` is raised if
             another process compiles.
     """

@@ -49,7 +49,7 @@ from dgc.errors import LayoutError
 
 ALONE = 65536  # with fewer elements, waking other threads costs more than it saves
 
-PLACE = 32  # a selected position takes as long as this many elements in a row, because it misses the cache
+PLACE = 32  # one selected position takes as long as this many adjacent elements, because it misses the cache
 
 
 class NumbaKernels(Kernels):

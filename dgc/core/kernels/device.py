@@ -32,6 +32,7 @@ from dgc.core.kernels.base import (
     type_code,
 )
 from dgc.core.kernels.threshold import new_thresholds
+from dgc.core.layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from dgc.core.kernels.sweep import Choice
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 # second copy costs another wait.
 MORE, FEW = 1.25, 256
 SQUARED_AT_ONCE = 1 << 22  # elements whose squares are added up together, in a float64 copy
-_ALIGNMENT = 16  # bytes, of arrays that are copied together; elements, of tensors in a bucket
+_BYTES = 16  # alignment of arrays that are copied together
 
 
 # -- the passes, as short texts of CUDA C++ ----------------------------------------------------------------------------
@@ -256,7 +257,7 @@ class Device(ABC):
     def send(self, *arrays: np.ndarray) -> list[Array]:
         """Enqueue one copy of several small arrays; return each of them on the device. They may change afterwards."""
         given = [np.ascontiguousarray(a) for a in arrays]
-        stops = np.cumsum([-(-a.nbytes // _ALIGNMENT) * _ALIGNMENT for a in given]).tolist()
+        stops = np.cumsum([-(-a.nbytes // _BYTES) * _BYTES for a in given]).tolist()
         joined = np.zeros(stops[-1], np.uint8)
         with self:
             for start, a in zip([0, *stops], given, strict=False):
@@ -334,7 +335,7 @@ class DeviceKernels(Kernels):
 
     def _forget(self) -> None:
         self.memory = DeviceMemory(self.device, self.sums_of_squares)
-        self._owners: dict[Any, tuple[Array, int]] = {}  # the key is the tensors' places: see _where()
+        self._owners: dict[Any, tuple[Array, int]] = {}  # owner and shift, by the tensors' places: see _where()
         self._expected: dict[int, int] = {}  # by the id of v: how many candidates the first copy holds
 
     @override
@@ -351,7 +352,8 @@ class DeviceKernels(Kernels):
     def wait_for(self, event: int) -> None:
         self.device.wait_for(event)
 
-    def wait(self) -> None:  # noqa: D102
+    @override
+    def wait(self) -> None:
         self.device.record().synchronize()
 
     def warm_up(self) -> None:
@@ -381,8 +383,8 @@ class DeviceKernels(Kernels):
 
     # -- sparsified tensors ----------------------------------------------------------------------------------------
 
+    @override
     def sums_of_squares(self, gradients: Sequence[Array]) -> np.ndarray:
-        """Return what :class:`dgc.core.kernels.base.Kernels` says. Waits."""
         out = np.zeros(len(gradients))
         at_once, pieces = SQUARED_AT_ONCE, []
         for s, g in enumerate(gradients):
@@ -395,7 +397,7 @@ class DeviceKernels(Kernels):
                     groups.append([])
                     space = 0
                 groups[-1].append((s, SegmentWork(g, None, space, g.size)))
-                space += -(-g.size // _ALIGNMENT) * _ALIGNMENT
+                space += -(-g.size // ALIGNMENT) * ALIGNMENT
             for group in groups:
                 parts = [part for _, part in group]
                 wide = xp.empty(parts[-1].offset + parts[-1].length, np.float64)
@@ -406,22 +408,22 @@ class DeviceKernels(Kernels):
                 np.add.at(out, [s for s, _ in group], sums)
         return out
 
+    @override
     def begin_selection(
         self, work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None
     ) -> Callable[[], Selection]:
-        """Begin as :class:`dgc.core.kernels.base.Kernels` says. The returned function waits."""
         from dgc.core.kernels.sweep import Choice
 
         kind, entry = np.dtype(v.dtype), entry_type(np.dtype(v.dtype))
         check_work(work, u, v, thresholds)
         choice = None if thresholds is None else Choice(work, thresholds)
         with self._lock, self.device:
-            room, head = 0 if choice is None else choice.room, -(-(2 + len(work)) // 4) * _ALIGNMENT
+            room, head = 0 if choice is None else choice.room, -(-(2 + len(work)) // 4) * _BYTES
             found = self.device.xp.zeros(head + entry.itemsize * room, np.uint8)
             table, stop = self._rows(work)
             table["limit"], table["most"] = (np.inf, 0) if choice is None else (choice.limits, choice.most)
             expected = min(room, self._expected.get(id(v), room))
-            # The launch changes u and v. All memory is allocated before it, so that after a failure a caller may retry.
+            # Allocate all memory before the launch, which changes u and v: after a failure, a caller may try again.
             host = self.device.host_array(head + entry.itemsize * expected, np.uint8)
             if stop:
                 where, _ = self._where(table, stop)
@@ -492,15 +494,15 @@ class DeviceKernels(Kernels):
 
         return finish
 
-    def update(  # noqa: D102
-        self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array | None = None
-    ) -> None:
+    @override
+    def update(self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array | None = None) -> None:
         if parts:
             with self._lock, self.device:
                 mean = self._lent(vector)
                 self._update(parts, mean, mean if u is None else u, self.device.xp.zeros(2, np.int32), dry=False)
 
-    def exceeds(  # noqa: D102
+    @override
+    def exceeds(
         self, parts: Sequence[SegmentWork], vector: np.ndarray, u: Array, written: Sequence[SegmentWork]
     ) -> bool:
         if not (parts or written):
@@ -565,11 +567,11 @@ class DeviceKernels(Kernels):
         return table, int((table["start"] + table["length"]).max(initial=0))
 
     def _where(self, table: np.ndarray, stop: int, *also: np.ndarray) -> tuple[tuple[Any, ...], list[Array]]:
-        """Return a launch's arguments that describe its tensors, which end at ``stop``; send ``also`` with them."""
+        """Return the launch arguments for the tensors of a table, which end at ``stop``; and ``also`` on the device."""
         spans = tuple(table["start"].tolist()), tuple(table["length"].tolist())
         known = self._owners.get((spans, stop))
         if known is None:
-            shift = 0 if (table["start"] % _ALIGNMENT).any() else 4
+            shift = 0 if (table["start"] % ALIGNMENT).any() else 4
             owner = np.full((stop >> shift) + 1, -1, np.int32)
             for i, (start, length) in enumerate(zip(*spans, strict=True)):
                 owner[start >> shift : -(-(start + length) >> shift)] = i

@@ -15,7 +15,7 @@ from typing_extensions import override
 from dgc.core.kernels.base import Array
 from dgc.core.kernels.device import Device, DeviceKernels
 
-# The stream's priority, the highest: its kernels are short, and the network waits for them.
+# The stream has the highest priority, because its kernels are short and the network waits for them.
 HIGHEST_PRIORITY = -100
 
 
@@ -25,12 +25,10 @@ def device_count() -> int:
 
 
 class CurrentDevice:
-    """Make one device a thread's current one, if it is not.
+    """Make a device the current one: for good on a thread of this package, in a ``with`` block on a caller's thread.
 
-    A thread of this package keeps its current device. It must not return to device 0, where every thread begins:
-    with CUDA 12, this would open a context on device 0, which takes half a gigabyte there for every process of the
-    host. On a caller's thread, ``with`` changes nothing if the device is current already; otherwise, the former
-    device is restored at the end.
+    A thread of this package must not return to device 0, where every thread begins. With CUDA 12, this would open a
+    context on device 0, which takes half a gigabyte there for every process of the host. ``with`` may be nested.
     """
 
     def __init__(self, device: int, current: Callable[[], int], choose: Callable[[int], None]) -> None:
@@ -44,7 +42,6 @@ class CurrentDevice:
         self._thread.adopted = True
 
     def __enter__(self) -> None:
-        """Make the device current; may be nested."""
         thread = self._thread
         if getattr(thread, "adopted", False):
             return
@@ -54,7 +51,6 @@ class CurrentDevice:
         thread.__dict__.setdefault("before", []).append(before)
 
     def __exit__(self, *_: object) -> None:
-        """Make the former device current."""
         thread = self._thread
         if getattr(thread, "adopted", False):
             return
@@ -77,14 +73,12 @@ class CupyDevice(Device):
         self._thread = threading.local()
 
     def __enter__(self) -> None:
-        """Make the device, the stream and the given memory current."""
         with ExitStack() as entered:
             for each in (self._current, self._stream, *self._memory()):
                 entered.enter_context(each)
             self._thread.__dict__.setdefault("entered", []).append(entered.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        """Restore the former device, stream and allocator."""
         self._thread.entered.pop().__exit__(*error)
 
     def _memory(self) -> list[AbstractContextManager[None]]:

@@ -51,8 +51,8 @@ def to_halves(
 
     Args:
         values: (k,) float32.
-        factor: a power of two. Unless ``second`` is 1, no value other than 0 is subnormal after this multiplication.
-        second: a power of two. After this second multiplication, every finite magnitude is below 65520.
+        factor: a power of two. If ``second`` is not 1, ``values * factor`` must not be subnormal, except 0.
+        second: a power of two. The magnitude of each finite product must be below 65520.
         limit: larger magnitudes, including infinity, become this number.
         halves: (k,) uint16, filled.
     """
@@ -97,7 +97,7 @@ def to_tiles(positions: np.ndarray, counts: np.ndarray, offsets: np.ndarray) -> 
 
 @helper
 def _sound(positions, n):
-    """Return how many of the first positions are strictly ascending and below n."""
+    """Return the length of the longest prefix that is strictly ascending within [0, n)."""
     k = positions.size
     wrong = 0
     for i in range(1, k):  # without a break, so that LLVM can vectorise the loop
@@ -115,7 +115,7 @@ def elias_fano_encode(positions: np.ndarray, n: int, width: int, low: np.ndarray
     """Write (k,) int64 positions below n into ``low`` and ``high``, which are uint64 words.
 
     Returns:
-        How many of the first positions are strictly ascending below n; the words are complete if that is k.
+        The length of the longest prefix that is strictly ascending below n. If it is k, the words are complete.
     """
     sound = _sound(positions, n)
     high[:] = 0
@@ -145,7 +145,7 @@ def elias_fano_decode(low: np.ndarray, high: np.ndarray, n: int, width: int, pos
     """Read ``positions``, (k,) int64, from the words ``low`` and ``high``.
 
     Returns:
-        How many of the first positions are strictly ascending below n; k + 1 if the words hold more than k.
+        The length of the longest prefix that is strictly ascending below n; k + 1 if the words hold more than k.
     """
     mask = (uint64(1) << uint64(width)) - uint64(1)
     count = positions.size
@@ -185,7 +185,7 @@ def encode_integers(
     codes: np.ndarray,
     left: np.ndarray,
 ) -> None:
-    """Code groups of x as ``int8`` or ``int3``, and compute the error.
+    """Encode groups of x as ``int8`` or ``int3``, and compute the error.
 
     Args:
         x: (N,) float32.
@@ -240,7 +240,7 @@ def add_integers(
 
 @entry
 def encode_two_means(values: np.ndarray, bounds: np.ndarray, means: np.ndarray, codes: np.ndarray) -> None:
-    """Code values as ``int2``. Bit 0 is the sign; bit 1 chooses one of the group's two mean magnitudes.
+    """Encode values as ``int2``. Bit 0 is the sign; bit 1 chooses one of the group's two mean magnitudes.
 
     Args:
         values: (k,) float32.
@@ -275,7 +275,7 @@ def decode_two_means(means: np.ndarray, codes: np.ndarray, bounds: np.ndarray, v
         change = first ^ bits_in(means[2 * g + 1])
         for i in range(bounds[g], bounds[g + 1]):
             code = uint32(codes[i])
-            # Computed on the bits, because a branch on random bits takes three times as long.
+            # Compute on the bits: a branch on random bits would take three times as long.
             value = first ^ (change * (code >> uint32(1) & uint32(1)))
             values[i] = float_of(value | (code & uint32(1)) << uint32(31))
 
@@ -500,7 +500,7 @@ def split_means(x: np.ndarray, means: np.ndarray, signs: np.ndarray) -> None:
 
     Args:
         x: (outer, columns, inner) floats.
-        means: (2, columns) float32, filled with the mean of the entries below 0 and that of the others; 0 without any.
+        means: (2, columns) float32, filled: the mean of the entries below 0, and of the others; 0 if there are none.
         signs: (outer * columns * inner,) uint8, filled: 0 for an entry below 0, else 1.
     """
     outer, columns, inner = x.shape

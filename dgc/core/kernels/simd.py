@@ -77,7 +77,7 @@ def load(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled
 _LINE = 64  # bytes of a cache line
 
 
-def _asking(lines: int) -> Callable[..., ir.Value]:
+def _prefetching(lines: int) -> Callable[..., ir.Value]:
     """Return code that prefetches ``lines`` cache lines, beginning with the line that holds an array's element."""
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:
@@ -101,21 +101,21 @@ def prefetch(typing_context: Compiled, array: Compiled, index: Compiled) -> Comp
     line, one core reads and writes 10 % more in the same time.
     """
     lines = LANES * array.dtype.bitwidth // 8 // _LINE
-    return types.void(array, types.intp), _asking(lines)
+    return types.void(array, types.intp), _prefetching(lines)
 
 
 @intrinsic
 def prefetch_entry(typing_context: Compiled, array: Compiled, index: Compiled) -> Compiled:
     """Prefetch ``array[index]`` into the caches."""
-    return types.void(array, types.intp), _asking(1)
+    return types.void(array, types.intp), _prefetching(1)
 
 
 @intrinsic
 def load_half(typing_context: Compiled, words: Compiled, index: Compiled) -> Compiled:
     """Return ``words[index : index + LANES]``, float16 bits as uint16, as a float32 vector; exactly.
 
-    It does the same as :func:`from_half`. From that function, LLVM would make vectors that are too short, and a pass
-    over float16 would take 10 % longer.
+    It does the same as :func:`from_half`. LLVM would turn that function into shorter vectors, and a pass over float16
+    would take 10 % longer.
     """
 
     def code(context: Compiled, builder: ir.IRBuilder, signature: Compiled, args: Compiled) -> Compiled:

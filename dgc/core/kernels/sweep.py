@@ -48,11 +48,11 @@ from dgc.core.layout import FLOAT_TYPES
 # -- a bucket's work as two tables of numbers, because kernels cannot read Python objects ------------------------------
 # S segments. The tables hold addresses of arrays, so that one compiled kernel serves every mix of types without copies.
 
-# Columns of the (S, 13) int64 table that Python fills.
+# Columns of the (S, 12) int64 table that Python fills.
 GRADIENT, GRADIENT_TYPE, PARAMETER, PARAMETER_TYPE, OFFSET, LENGTH, ENTRIES, FORM = range(8)
 # Columns that a kernel fills: the threshold's bits, the most candidates, the first chunk, the first output position.
-KEY, MOST, FIRST_CHUNK, OUT, UNUSED = range(8, 13)
-INTEGERS = 13
+KEY, MOST, FIRST_CHUNK, OUT = range(8, 12)
+INTEGERS = 12
 
 # Columns of the (S, 4) float64 table. A kernel fills USED, the threshold of this pass.
 MOMENTUM, DECAY, SCALE, USED = range(4)
@@ -72,14 +72,14 @@ def address_of(array: np.ndarray) -> int:
 
 def place_of(array: np.ndarray, length: int, what: str) -> tuple[int, int]:
     """Return address and type code of a 1-D array of ``length`` elements."""
-    # Test the common case first: after a pass, the code of every further test would have to be fetched into the caches.
+    # Test the common case first: a pass over memory has displaced the code of further tests from the caches.
     if array.dtype is _FLOAT32 and array.shape == (length,) and array.flags.carray and length:
         return address_of(array), FLOAT32
     return address_of(array), type_code(array, length, what)
 
 
 def make_table(work: Sequence[SegmentWork]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (S, 13) int64 and (S, 4) float64 tables of a bucket's work."""
+    """Return the (S, 12) int64 and (S, 4) float64 tables of a bucket's work."""
     given: list[int] = []
     reals: list[float] = []
     for w in work:
@@ -302,7 +302,7 @@ def _order_statistic(keys, place):
 
 @helper
 def kth_key(bits, starts, counts, first, last, total, k):
-    """Return the k-th largest key, and how many entries with this key count among the k largest (the first ones do)."""
+    """Return the k-th largest key, and how many of the entries with this key belong to the k largest (the first)."""
     keys, n = np.empty(total, np.int32), 0
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
@@ -334,7 +334,7 @@ def write_largest(positions, values, bits, starts, counts, first, last, key, tie
 
 CHUNK = 131072  # a thread takes this many elements at a time; a multiple of LANES
 
-# This stands in place of a count if a segment's candidates were too many or too few, or were not collected.
+# This replaces a count if a segment's candidates were too many or too few, or were not collected.
 UNFINISHED = -1
 
 # The rules are plain Python, for every backend. Registering them lets kernels call them.
@@ -432,7 +432,7 @@ def compress_chunks(
         worker: this thread's number, below W.
         progress: (2,) int64: chunks taken, chunks done.
         chunks: C.
-        integers: (S, 13) int64 work table, prepared.
+        integers: (S, 12) int64 work table, prepared.
         reals: (S, 4) float64 work table, prepared.
         thresholds: (S, COLUMNS) float64, updated.
         u: float32, in place.
@@ -610,9 +610,7 @@ def _write_selected(v, bits, key, ties, offset, out_positions, out_values):
 
 
 @entry
-def select_whole(
-    worker, progress, count, v, integers, thresholds, which, out_positions, out_values, taken
-):  # fmt: skip
+def select_whole(worker, progress, count, v, integers, thresholds, which, out_positions, out_values, taken):
     """Pick the entries of the segments ``which``, (count,), among all their entries; a segment is one piece.
 
     A kernel for ``Team``; other arguments as for :func:`compress_chunks`.
@@ -657,7 +655,7 @@ class Choice:
 
     Attributes:
         limits: (S,) float64, the least magnitude of each segment's candidates; infinity to collect none.
-        most: (S,) int64, how many candidates of each segment are kept. If there are more, none is used.
+        most: (S,) int64, how many candidates of each segment are kept. If there are more, none of them is used.
         room: the sum of ``most``.
     """
 

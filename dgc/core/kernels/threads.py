@@ -27,7 +27,7 @@ THREADS_VARIABLE = "DGC_NUM_THREADS"
 # Launchers give the number of ranks on this host in one of these variables. The first one that is set counts.
 LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
 
-# The number of times that a thread checks whether the work is done before it sleeps. These take a few hundred
+# A thread checks this many times whether the work is done before it sleeps. The checks take a few hundred
 # microseconds.
 LOOKS = 20000
 NAP = 5e-5  # seconds of sleep between later checks
@@ -73,8 +73,7 @@ class Team:
     def __init__(self) -> None:
         self._reset()
         itself = weakref.ref(self)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=lambda: _reset(itself()))
+        os.register_at_fork(after_in_child=lambda: _reset(itself()))
 
     def _reset(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -86,7 +85,7 @@ class Team:
     def run(self, threads: int, kernel: Callable[..., None], pieces: int, *arguments: object) -> None:
         """Run a kernel on up to ``threads`` threads, including the calling one; raise an error that any thread meets.
 
-        After the call, even one that an interrupt ended, no thread works on the arguments' memory.
+        After the call, no thread works on the arguments' memory, even if an interrupt ended the call.
         """
         work = self.start(min(threads, pieces) - 1, kernel, pieces, *arguments)
         try:
@@ -190,7 +189,7 @@ def _help(jobs: SimpleQueue[Job | None]) -> None:
 
 
 def _wait_for(started: list[int], finished: list[int]) -> None:
-    """Wait until the helpers that have started are done, even if interrupted: the memory they use may be freed next.
+    """Wait until all helpers that have started are done, even after an interrupt: the caller may free their memory.
 
     A piece takes about a millisecond. A helper that starts later finds no piece.
     """

@@ -26,7 +26,7 @@ from dgc.core.layout import SMALL
 NEXT = 0  # threshold of the next pass; with 0 all entries but zeros are candidates
 LEVEL = 1  # binary logarithm of the last k-th largest magnitude
 CHANGE = 2  # the change of LEVEL since the step before
-SPREAD = 3  # smoothed error of GROWTH: rises fast, falls slowly; errors below the expectation count twice
+SPREAD = 3  # smoothed error of GROWTH: rises fast, falls slowly; growth below the expectation counts twice
 SLOPE = 4  # how often the number of entries above a threshold halves for each doubling of the threshold
 ENTRIES = 5  # the k of the row
 GROWTH = 6  # the expected growth of LEVEL in the next step; never below 0
@@ -42,14 +42,14 @@ FIRST_SPREAD = 0.1
 FIRST_SLOPE = 4.0
 LOWEST_SLOPE, HIGHEST_SLOPE = 0.5, 64.0
 RISE, FALL = 0.5, 0.25
-# Errors beyond this (a factor of 1.27) are jumps, which do not widen the margin.
+# Larger errors (more than a factor of 1.27) are jumps. They widen the margin only as much as this error does.
 LARGEST_ERROR = 0.35
 SAFETY = 2.5  # the threshold lies below the predicted magnitude by this many times SPREAD
 # The number of expected candidates beyond k, as a share of k. It is at least SHARE, plus a little for the noise of
 # small counts, and at most MOST.
 SHARE, MOST = 0.08, 4.0
 LIMIT = 12  # at most this multiple of k candidates are kept
-# After a selection by histogram, the slope is measured between the k-th largest magnitude and this part of it.
+# After a selection by histogram, the slope is measured from the k-th largest magnitude down to this fraction of it.
 WIDER = 1.0 / 1.08
 
 COLLECT_NOTHING = math.inf
@@ -63,8 +63,8 @@ def new_thresholds(segments: int) -> np.ndarray:
 def threshold(row: np.ndarray, k: int, length: int) -> float:
     """Return the threshold of the next pass for one segment.
 
-    It is the least magnitude of a candidate. If it is 0, every nonzero entry is a candidate. Infinity means that
-    there are none, because nothing is known yet or the density is high: entries are then selected after the pass.
+    It is the least magnitude of a candidate. If it is 0, every nonzero entry is a candidate. It is infinite if nothing
+    is known yet, or if the density is high. Then there are no candidates, and entries are selected after the pass.
     """
     if k <= 0:
         return COLLECT_NOTHING
