@@ -22,7 +22,7 @@ KINDS = {
 test_transport = each_case(
     Path(__file__).parent / "workers" / "transport_cases.py",
     KINDS,
-    more=case_names(TESTS / "transport" / "workers" / "transport_contract.py"),
+    more=case_names(TESTS / "transport_contract.py"),
 )
 
 
