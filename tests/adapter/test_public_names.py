@@ -1,4 +1,4 @@
-"""Both adapters have one face: a difference that no framework forces is a mistake."""
+"""The public names of both adapters are the same: a difference that no framework forces is a mistake."""
 
 import json
 import subprocess

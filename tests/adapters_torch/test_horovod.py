@@ -124,7 +124,7 @@ FALLBACKS = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", once(FALLBACKS))  # the reasons by themselves: transport/test_choice.py
+@pytest.mark.parametrize("name", once(FALLBACKS))  # the reasons by themselves: adapter/test_transport_choice.py
 def test_all_ranks_fall_back_together_with_one_warning(ranks, name):
     before, init, env, reason = FALLBACKS[name]
     without = [1] if "mpi4py" in name else []
