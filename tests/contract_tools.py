@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import exchange_tools
 import numpy as np
 from documented import documented_compressor, own_names
-from exchange_tools import gradient, run_step
+from exchange_tools import run_step
 
 from dgc.core.compressors import BucketSpec, SparseValues, StepInfo, Tensor, compressor_class, make_config
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.threshold import new_thresholds
-from dgc.core.layout import Parameter, make_layout
+from dgc.core.layout import make_layout
 from dgc.transport.local import run_ranks
 
 SHAPES = {**exchange_tools.SHAPES, "head.weight": (5, 17)}
@@ -59,7 +59,7 @@ CASES = [Case(name) for name in (*own_names(), DOCUMENTED)] + VARIANTS
 
 
 def specs(shapes=None, dtype="float32"):
-    return [Parameter(n, tuple(s), dtype) for n, s in (shapes or SHAPES).items()]
+    return exchange_tools.parameters(shapes or SHAPES, dtype)
 
 
 def make_exchange(transport, case, *, shapes=None, dtype="float32", loss_scale=1.0, **options):
@@ -74,7 +74,7 @@ def without_momentum(case):
 
 
 def gradients(step, rank, shapes=None, dtype="float32"):
-    return [gradient(step, rank, i, p.numel, dtype) for i, p in enumerate(specs(shapes, dtype))]
+    return exchange_tools.gradients(step, rank, shapes or SHAPES, dtype)
 
 
 def train(ranks, steps, case, *, shapes=None, dtype="float32", on_step=None, exchange_of=None, **options):

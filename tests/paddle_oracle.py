@@ -23,6 +23,7 @@ class PaddleOracle:
     l1: list = field(default_factory=list)
     l2: list = field(default_factory=list)
     min_numel: int = 16384
+    masking: bool = True
 
     def __post_init__(self):
         self.parameters = [p.astype(F).ravel() for p in self.parameters]
@@ -72,5 +73,7 @@ class PaddleOracle:
                 v[i] += u[i]
             chosen = np.argsort(-np.abs(v[i]), kind="stable")[: self.k(p.size)]
             total[chosen] += v[i][chosen]
-            u[i][chosen] = v[i][chosen] = 0
+            v[i][chosen] = 0
+            if self.masking:
+                u[i][chosen] = 0
         p -= F(self.lr) * (total / F(self.ranks))

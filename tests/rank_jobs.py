@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,15 @@ import pytest
 from launch_tools import (
     DEFAULT_TIMEOUT,
     REPOSITORY,
-    CaseResults,
     LaunchError,
     Result,
     case_kinds,
+    check_case,
     environment_for,
     kill_tree,
     launch_command,
     read_reports,
     require,
-    results_of,
-    run_cases,
-    run_mpi,
     script_path,
 )
 
@@ -49,7 +46,9 @@ PATIENCE = 60.0
 START_SECONDS = 600.0
 END_SECONDS = 300.0
 
-ENVIRONMENT = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+ENVIRONMENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+SHARED = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+"""For ranks that several workers share; Horovod's thread does not idle then."""
 TENSORFLOW = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "", "TF_USE_LEGACY_KERAS": "0"}
 
 FLAVOURS = {"keras3": {"TF_USE_LEGACY_KERAS": "0"}, "legacy": {"TF_USE_LEGACY_KERAS": "1"}}
@@ -73,6 +72,8 @@ class Kind:
     size: int
     launcher: str
     env: tuple[tuple[str, str], ...]
+    own: Path | None = None
+    """The worker that gets ranks of its own, because it declares FRESH."""
 
 
 class Job:
@@ -104,7 +105,7 @@ class Job:
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    env=environment_for({**ENVIRONMENT, **dict(kind.env), **own}),
+                    env=environment_for({**ENVIRONMENT, **({} if kind.own else SHARED), **dict(kind.env), **own}),
                     cwd=REPOSITORY,
                     start_new_session=True,
                     preexec_fn=_end_with_parent,
@@ -281,7 +282,7 @@ def _end_with_parent() -> None:
         _LIBC.prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cases:
     """The cases of a worker on one number of ranks; each runs when a test asks for it."""
 
@@ -289,21 +290,11 @@ class Cases:
     worker: Path
     kind: Kind
     timeout: float
-    fresh: bool
-    args: tuple[Any, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    _launched: CaseResults | None = None
 
     def check(self, name: str) -> None:
         """Fail the test unless case ``name`` passes on every rank; skip it if a rank skips it."""
-        if not self.fresh:
-            result, _ = self.ranks.job(self.kind).run(self.worker, list(map(str, self.args)), name, self.timeout)
-            results_of(result).check(name)
-            return
-        if self._launched is None:
-            options = {"launcher": self.kind.launcher, "timeout": self.timeout, "env": self.env}
-            self._launched = run_cases(self.kind.size, self.worker, *self.args, **options)
-        self._launched.check(name)
+        result, _ = self.ranks.job(self.kind).run(self.worker, [], name, self.timeout)
+        check_case(result, name)
 
 
 class Ranks:
@@ -317,24 +308,13 @@ class Ranks:
         self,
         worker: Path,
         n: int,
-        *args: Any,
         launcher: str = "mpirun",
         env: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        fresh: bool = False,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> Cases:
         """The cases of a worker on ``n`` ranks."""
         require(launcher)
-        fresh = fresh or bool(args) or _wants_fresh(worker.read_text())
-        return Cases(
-            self,
-            worker,
-            _kind(worker.read_text(), n, launcher, env),
-            timeout or (3 if fresh else 1) * DEFAULT_TIMEOUT,
-            fresh,
-            args,
-            env or {},
-        )
+        return Cases(self, worker, _kind(worker.read_text(), n, launcher, env, worker), timeout)
 
     def run(
         self,
@@ -349,8 +329,6 @@ class Ranks:
         """Run a script, or its source, on living ranks; otherwise as ``launch_tools.run_mpi``."""
         require(launcher)
         source = script.read_text() if isinstance(script, Path) else script
-        if _wants_fresh(source):
-            return run_mpi(n, script, *args, launcher=launcher, env=env, timeout=timeout, check=check)
         job = self.job(_kind(source, n, launcher, env))
         result, good = job.run(script, list(map(str, args)), None, timeout)
         if check and not good:
@@ -360,21 +338,22 @@ class Ranks:
     def job(self, kind: Kind) -> Job:
         """The living job of this kind, started if there is none."""
         job = self._jobs.pop(kind, None)
+        self._end([other for other in self._jobs if other.own])
         if job is None or not job.alive:
-            self._end_all_but(LIVING - 1)
+            # Dictionaries keep their order: the first one is the one that was not used for the longest time.
+            self._end(list(self._jobs)[: max(0, len(self._jobs) - LIVING + 1)])
             job = Job(kind)
         self._jobs[kind] = job
         return job
 
     def close(self) -> None:
         """End all jobs."""
-        self._end_all_but(0)
+        self._end(list(self._jobs))
         if self._errors:
             raise LaunchError("\n".join(self._errors))
 
-    def _end_all_but(self, count: int) -> None:
-        # Dictionaries keep their order: the first one is the one that was not used for the longest time.
-        ending = [self._jobs.pop(kind) for kind in list(self._jobs)[: max(0, len(self._jobs) - count)]]
+    def _end(self, kinds: Iterable[Kind]) -> None:
+        ending = [self._jobs.pop(kind) for kind in kinds]
         for job in ending:
             with contextlib.suppress(OSError):
                 job.leave()
@@ -401,25 +380,13 @@ def each_case(
 ) -> Callable[..., None]:
     """A test of each case of a worker, on 2 ranks if nothing else is said; of those ``beyond`` in the matrix only."""
     kinds = kinds or {"2ranks": {}}
-    found: dict[str, Cases] = {}
 
     @pytest.mark.mpi
     @pytest.mark.parametrize(("kind", "name"), _rows(worker, kinds, more, beyond))
-    def test(ranks: Ranks, request: pytest.FixtureRequest, kind: str, name: str) -> None:
-        if kind not in found:  # a worker that gets a launch of its own is started once
-            found[kind] = ranks(worker, **{"n": 2, **kinds[kind]})
-            if found[kind].fresh:
-                found[kind].args = _selected(request, kind)
-        found[kind].check(name)
+    def test(ranks: Ranks, kind: str, name: str) -> None:
+        ranks(worker, **{"n": 2, **kinds[kind]}).check(name)
 
     return test
-
-
-def _selected(request: pytest.FixtureRequest, kind: str) -> tuple[str, ...]:
-    """Names of the cases of this test that are run on this kind of ranks."""
-    own = request.node
-    items = [i for i in request.session.items if (i.parent, i.originalname) == (own.parent, own.originalname)]
-    return tuple(i.callspec.params["name"] for i in items if i.callspec.params["kind"] == kind)
 
 
 def _rows(worker: Path, kinds: Iterable[str], more: Iterable[str], beyond: Iterable[str]) -> list[Any]:
@@ -442,27 +409,21 @@ def _rows(worker: Path, kinds: Iterable[str], more: Iterable[str], beyond: Itera
     ]
 
 
-def _kind(source: str, n: int, launcher: str, env: Mapping[str, str] | None) -> Kind:
-    framework = _framework(source)
+def _kind(source: str, n: int, launcher: str, env: Mapping[str, str] | None, worker: Path | None = None) -> Kind:
+    names, fresh = _facts(source)
+    # TensorFlow's ranks also take scripts that import both.
+    framework = next((name for name in ("tensorflow", "torch") if name in names), "none")
     settings = {**(TENSORFLOW if framework == "tensorflow" else {}), **(env or {})}
-    return Kind(framework, n, launcher, tuple(sorted(settings.items())))
+    return Kind(framework, n, launcher, tuple(sorted(settings.items())), worker if fresh else None)
 
 
 @cache
-def _framework(source: str) -> str:
-    """What a script imports, without running it. TensorFlow's ranks also take scripts that import both."""
+def _facts(source: str) -> tuple[set[str], bool]:
+    """The parts of the names of what a script imports, and whether it declares FRESH; without running it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names.update(part for alias in node.names for part in alias.name.split("."))
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.update(node.module.split("."))
-    return next((name for name in ("tensorflow", "torch") if name in names), "none")
-
-
-@cache
-def _wants_fresh(source: str) -> bool:
-    return any(
-        isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "FRESH" for t in node.targets)
-        for node in ast.parse(source).body
-    )
+    return names, any(line.startswith("FRESH = ") for line in source.splitlines())

@@ -1,10 +1,8 @@
-"""What the scripts of chaos make of what they see: with which job a cell is compared, and where a job hangs."""
+"""What the scripts of chaos make of what they see: with which job a cell is compared."""
 
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos"
@@ -88,22 +86,6 @@ def test_nothing_is_run_in_vain(run):
     assert sorted(run.jobs.done) == [("fork", "dense", "gloo"), ("none", "dense", "gloo"), ("stop", "dense", "gloo")]
 
 
-def test_a_sample_is_drawn_from_the_cells_that_are_asked_for_and_lack_a_row(run):
-    faults = ("--faults", "kill,exit_0,exit_3,one_more", "--ways", "A,B,dense", "--launchers", "gloo", "--quick")
-    run(*faults, "--sample", "5")
-    first = run.jobs.done
-    assert len(set(first)) == len(first) == 5
-    run(*faults, "--sample", "5", "--missing")
-    assert len(run.jobs.done) == 5
-    assert not set(first) & set(run.jobs.done)
-    run(*faults, "--sample", "5", "--seed", "1")
-    assert sorted(run.jobs.done) != sorted(first)
-    run(*faults, "--sample", "5")
-    assert sorted(run.jobs.done) == sorted(first)
-    run(*faults, "--sample", "100", "--missing")
-    assert len(run.jobs.done) <= 2
-
-
 def test_a_job_to_compare_with_that_did_not_come_to_its_end_is_said(run):
     run.jobs.different = {("none", "A")}
     jobs = run.jobs.__call__
@@ -119,48 +101,3 @@ def test_a_job_to_compare_with_that_did_not_come_to_its_end_is_said(run):
     assert found["A", "gloo", "none"] == "HANGS"
     assert found["A", "gloo", "fork"] == "not compared"
     assert found["dense", "gloo", "fork"] == "goes on"
-
-
-@pytest.fixture
-def hanging(tmp_path, monkeypatch):
-    """A gdb that never answers, and nothing else on the path."""
-    gdb = tmp_path / "gdb"
-    gdb.write_text(f"#!{sys.executable}\nimport time\nprint('some stacks', flush=True)\ntime.sleep(600)\n")
-    gdb.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return gdb
-
-
-@pytest.fixture
-def sleeper():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield psutil.Process(process.pid)
-    process.kill()
-    process.wait()
-
-
-def test_stacks_of_a_gdb_that_hangs_are_what_it_has_said(chaos, hanging, sleeper, monkeypatch):
-    import stacks
-
-    monkeypatch.setattr(stacks, "SECONDS", 5.0)
-    text = stacks.stacks_of([sleeper])
-    assert str(sleeper.pid) in text
-    assert "gdb gave no answer" in text
-    assert sleeper.is_running()
-
-
-def test_stacks_without_gdb_are_none(chaos, hanging, sleeper):
-    import stacks
-
-    hanging.unlink()
-    assert stacks.stacks_of([sleeper]) == ""
-
-
-def test_stacks_of_a_process_that_is_gone(chaos, hanging):
-    import stacks
-
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    gone = psutil.Process(process.pid)
-    process.wait()
-    hanging.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no such process')\n")
-    assert str(gone.pid) in stacks.stacks_of([gone])

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "benchmarks" / "network" / "run.py"
 sys.path.append(str(ROOT / "benchmarks"))  # last: names there may be those of tests
 
-from network import links, requirements  # noqa: E402
-from network.lab import Lab, LabError, shares  # noqa: E402
+from network import requirements  # noqa: E402
+from network.lab import Lab, LabError  # noqa: E402
 from network.processes import of_lab  # noqa: E402
 
 LACKING = requirements.missing()
@@ -115,23 +115,6 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
     assert "apt install iproute2" in requirements.missing()
     with pytest.raises(LabError, match="2 to 8 hosts"):
         Lab(9)
-
-
-def test_a_bucket_is_small_beside_a_message_and_holds_its_packets():
-    assert links.bits_per_second("2.5gbit") == 2_500_000_000
-    assert links.bits_per_second("none") is None
-    with pytest.raises(LabError, match="no rate"):
-        links.bits_per_second("fast")
-    for rate in (10**7, 10**8, 10**9, 10**10):
-        burst, queue, largest = links.bucket(rate)
-        assert largest <= burst <= max(rate / 8 * 250e-6, 3028) < queue
-
-
-def test_hosts_get_cores_of_their_own(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-    assert shares(2) == [[0, 1], [2, 3]]
-    with pytest.raises(LabError, match="leave out --pin"):
-        shares(6)
 
 
 def wait_until(condition, job=None, seconds=600.0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import tarfile
 
 import numpy as np
@@ -13,62 +12,6 @@ import pytest
 from evidence.application import EvidenceError
 from evidence.data import cache, images, text
 from evidence.data.augment import shifted
-
-MOST_BITS = 16
-
-
-def compress(data: bytes) -> bytes:
-    """What ``compress`` writes, without its header."""
-    table = {bytes([value]): value for value in range(256)}
-    bits, codes, groups, known = 9, [], b"", 257
-
-    def flush(width: int) -> bytes:
-        number = sum(code << (width * i) for i, code in enumerate(codes))
-        return number.to_bytes(width * -(-len(codes) // 8), "little")
-
-    word = b""
-    for value in data:
-        longer = word + bytes([value])
-        if longer in table:
-            word = longer
-            continue
-        codes.append(table[word])
-        if known < 1 << MOST_BITS:
-            table[longer] = known
-            known += 1
-        # The reader knows each entry one code later.
-        if known - 1 >= 1 << bits and bits < MOST_BITS:
-            groups += flush(bits)
-            codes.clear()
-            bits += 1
-        word = bytes([value])
-    if word:
-        codes.append(table[word])
-    number = sum(code << (bits * i) for i, code in enumerate(codes))
-    return groups + number.to_bytes(-(-bits * len(codes) // 8), "little")
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, 5000, 60_000])
-def test_what_was_compressed_is_read_back(size):
-    data = bytes(np.random.default_rng(size).integers(97, 105, size, dtype=np.uint8))
-    assert text._expanded(compress(data)) == data
-
-
-def test_codes_that_nobody_writes():
-    with pytest.raises(ValueError, match="cannot be read"):
-        text._expanded((97 | 300 << 9).to_bytes(3, "little"))
-
-
-def test_a_text_in_windows_becomes_chapters_of_words():
-    verses = ["Title", "Ge1:1 In the Beginning.", "Ge1:2 And God's light", "Ge2:1 Thus", "Ex1:1 Now"]
-    windows = [
-        compress(part) for part in (b"\n".join(map(str.encode, verses[:3])) + b"\n", "\n".join(verses[3:]).encode())
-    ]
-    begin = 92 + 4 * len(windows)
-    offsets = [begin, begin + len(windows[0])]
-    file = b"EC02".ljust(84, b"\0") + struct.pack(">II2I", 65536, 2, *offsets) + b"".join(windows)
-    assert list(text._chapters(text.read_bible(file))) == [["In the Beginning.", "And God's light"], ["Thus"], ["Now"]]
-    assert text._WORD.findall("and god's light.") == ["and", "god's", "light", "."]
 
 
 @pytest.fixture

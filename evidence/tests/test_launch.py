@@ -15,7 +15,7 @@ from evidence import launch
 from evidence.__main__ import main
 from evidence.application import EvidenceError
 from evidence.applications import application_class
-from evidence.launch import UNFINISHED, Launcher, RunFailedError, available, duration, last_words
+from evidence.launch import UNFINISHED, Launcher, RunFailedError, available
 from evidence.plan import Run
 from evidence.trainers.base import Record
 
@@ -84,14 +84,6 @@ def test_a_run_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
         launcher.train(RUN)
 
 
-def test_what_a_run_wrote_last(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("Traceback\n[1,1]<stderr>:ValueError: no\nmpirun ended\n")
-    assert last_words(log, 1).startswith("ValueError: no (")
-    log.write_text("")
-    assert last_words(log, 7).startswith("it ended with status 7")
-
-
 def test_a_result_of_another_plan_is_refused_and_stays(tmp_path):
     (tmp_path / f"{RUN.id}.json").write_text(json.dumps({"scale": "tiny", "ranks": 4}))
     with pytest.raises(EvidenceError, match="has ranks 4, this plan 2"):
@@ -132,7 +124,3 @@ def test_a_call_on_one_rank_or_for_what_there_is_not_says_so(capsys):
         with pytest.raises(SystemExit):
             main(line)
         assert words in capsys.readouterr().err
-
-
-def test_durations_as_they_are_read():
-    assert [duration(s) for s in (4, 89, 90, 3540, 4000)] == ["4 s", "89 s", "2 min", "59 min", "1 h 07 min"]

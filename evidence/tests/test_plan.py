@@ -1,4 +1,4 @@
-"""Which trainings there are, and what is expected of their durations."""
+"""Which trainings there are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from dgc.core.compressors import make_config
 from evidence.application import EvidenceError
 from evidence.applications import CLASSES, application_class
-from evidence.estimate import EXPECTED, Estimate
-from evidence.plan import Run, plan
+from evidence.plan import plan
 from evidence.variants import VARIANTS, compressor_options, variant_of
 
 
@@ -36,24 +35,6 @@ def test_chosen_variants_alone():
     chosen = plan([0, 1], variants=["no-masking", "dense"])
     assert {run.variant for run in chosen} == {"dense", "no-masking"}
     assert chosen == [run for run in plan([0, 1]) if run.variant in ("dense", "no-masking")]
-
-
-def test_an_estimate_learns_from_what_runs_took():
-    runs = plan([0], ["language", "image"])
-    estimate = Estimate("full", {})
-    assert estimate.left(None, 0, {}, runs) == sum(EXPECTED["full"][run.application] for run in runs)
-    estimate.add(Run("language", "dense", 0), {"seconds": 10}, 2 * EXPECTED["full"]["language"])
-    # The machine is half as fast: so it will be with the others.
-    assert estimate.of("image") == 2 * EXPECTED["full"]["image"]
-    # A run that was resumed took longer than this part of it.
-    estimate.add(Run("image", "dense", 0), {"seconds": 500}, 3)
-    assert estimate.of("image") == 500
-
-
-def test_an_estimate_of_the_run_under_way_follows_its_epochs():
-    estimate, run = Estimate("full", {}), Run("language", "dgc", 0)
-    assert estimate.left(run, 30, {"epoch": 2, "epochs": 6, "resumed_at": 0}, []) == 60
-    assert estimate.left(run, 30, {"epoch": 5, "epochs": 6, "resumed_at": 4}, []) == 30
 
 
 def test_an_application_whose_framework_is_missing_says_what_to_install(monkeypatch):

@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from benchmarks.machine import one_item_a_line
 from evidence.__main__ import PAGE, RESULTS
 from evidence.application import EvidenceError
-from evidence.report.groups import load_groups, metric_texts, verdict
+from evidence.report.groups import load_groups
 from evidence.report.page import write_page
 
 METRICS = {
@@ -100,17 +99,6 @@ def test_what_is_missing_and_what_has_no_result_yet_is_said(folder):
     assert "torch 2.13.0" in text
 
 
-def test_one_variant_alone_is_compared_once(folder):
-    text = page_of(folder(*pair("language", [20.0], [23.0], 1000), result("language", "qsgd", 0, 20.5, 10_000)))
-    assert "Beside dense, perplexity is 2.50 % worse with qsgd; of one seed" in text
-
-
-def test_what_the_number_of_steps_chooses_stands_beside_dense(folder):
-    name = "transformer_short"
-    text = page_of(folder(*pair(name, [20.0], [23.0], 1000), result(name, "steps", 0, 20.5, 10_000)))
-    assert "| DGC, steps= | 20.50 | 2.50 % worse | 40,000 | 10x | 20.50 |" in text
-
-
 def test_variants_stand_beside_what_they_differ_from(folder):
     others = [result("language", "halves", s, v, 1000) for s, v in enumerate([51, 51.4])]
     others += [result("language", "no-masking", s, v, 1000) for s, v in enumerate([51.0, 51.2])]
@@ -144,37 +132,8 @@ def test_results_that_do_not_fit_together_are_refused(folder):
         load_groups(results)
 
 
-def test_nothing_to_write_about(tmp_path):
-    with pytest.raises(EvidenceError, match="no results"):
-        write_page(tmp_path, tmp_path / "page.md", {})
-
-
-def test_equal_values_have_no_spread_to_be_measured_by(folder):
-    groups = load_groups(folder(*pair("language", [50, 50], [50.2, 50.2], 1000)))
-    from evidence.application import Metric
-
-    found = verdict(groups["language", "dense"], groups["language", "dgc"], Metric("perplexity", "lower"))
-    assert found.deviations is None
-    assert found.is_reached
-
-
-def test_numbers_as_they_are_read():
-    from evidence.application import Metric
-
-    assert metric_texts([0.98765, None], Metric("accuracy", "higher", percent=True)) == ["98.77 %", ""]
-    assert metric_texts([0.12345, 85.123], Metric("x", "lower")) == ["0.1235", "85.1230"]
-    assert metric_texts([85.123, 0.5], Metric("x", "lower")) == ["85.12", "0.50"]
-
-
 @pytest.mark.skipif(not PAGE.exists(), reason="no page yet")
 def test_the_page_is_that_of_the_results(tmp_path):
     page = tmp_path / PAGE.name
     write_page(RESULTS, page, {})
     assert page.read_text() == PAGE.read_text()
-
-
-def test_a_result_has_a_line_for_each_row_of_its_curve():
-    content = {"seconds": 1.5, "facts": {"data": "some"}, "none": [], "curve": [{"epoch": 1}, {"epoch": 2}]}
-    text = one_item_a_line(content)
-    assert json.loads(text) == content
-    assert '\n  {"epoch": 2}\n' in text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from evidence.application import EvidenceError, Metric
+from evidence.application import EvidenceError
 from evidence.applications.digits import DigitsTraining
 from evidence.applications.language import PIECES, Language
 from evidence.data.images import prepare_digits
@@ -47,12 +47,6 @@ def test_all_random_numbers_go_on_where_they_were_through_a_file():
     file.seek(0)
     set_random_states(torch.load(file, weights_only=True))
     assert [draw() for _ in range(3)] == wanted
-
-
-def test_a_perplexity_of_a_training_that_diverged_is_infinite():
-    metric = Metric("perplexity", "lower", exponential=True)
-    assert metric.value(20.0, 10.0) == np.exp(2.0)
-    assert metric.value(1e6, 10.0) == np.inf
 
 
 def test_the_ranks_share_the_images_of_each_step_whatever_their_number():

@@ -75,6 +75,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_mypy_accepts_a_users_script_and_finds_mistakes(tmp_path):
     """README's lines, with an optimizer that a variable of SGD's type holds: no error; each mistake is found."""

@@ -67,40 +67,28 @@ def test_a_warm_up_leaves_a_used_compressor_as_it_was():
     assert compiled(config, lambda: kernels, lambda made: made) is kernels
 
 
-DENSE_FIRST = """
-    from dgc.adapter.warm_up import compiled
-    from dgc.core.kernels import loops
-    from dgc.core.compressors import make_config
-    from dgc.core.kernels import choose_kernels
-    config = make_config({"sparsity": [0.0, 0.9], "rampup_step": 200})
-    compiled(config, lambda: choose_kernels("cpu"), lambda kernels: kernels)
-    print(len(loops.elias_fano_encode.signatures))
-"""
-
-
-def test_a_ramp_up_that_begins_with_everything_is_compiled_with_entries():
-    done = run_script(DENSE_FIRST)
-    assert done.stdout == "1\n", done.stderr
-
-
 SOMEBODYS = """
     from dgc.adapter.warm_up import compiled
     from dgc.core.compressors import make_config, register
     from dgc.core.compressors.quantizers import Onebit
-    from dgc.core.kernels import choose_kernels, cpu
+    from dgc.core.kernels import choose_kernels, cpu, loops
     @register
     class Somebodys(Onebit):
         name, number = "somebodys", 140
         def encode(self, *arguments):
             raise AssertionError("before the first step")
     compiled(make_config({}, algorithm="somebodys"), lambda: choose_kernels("cpu"), lambda kernels: kernels)
-    print(len(cpu.update_tiles.signatures))
+    print(len(cpu.update_tiles.signatures), len(loops.elias_fano_encode.signatures))
+    dense_first = make_config({"sparsity": [0.0, 0.9], "rampup_step": 200})
+    compiled(dense_first, lambda: choose_kernels("cpu"), lambda kernels: kernels)
+    print(len(loops.elias_fano_encode.signatures))
 """
 
 
-def test_what_a_compressor_of_somebody_else_shares_with_ours_is_compiled_without_calling_it():
+def test_what_is_compiled_for_a_compressor_of_somebody_else_and_for_a_ramp_up_that_begins_with_everything():
+    """What the first shares with ours, without calling it; and the entries that the second sends later."""
     done = run_script(SOMEBODYS)
-    assert done.stdout == "1\n", done.stderr
+    assert done.stdout == "1 0\n1\n", done.stderr
 
 
 COUNTING = """

@@ -22,7 +22,7 @@ KINDS = {
 test_transport = each_case(
     Path(__file__).parent / "workers" / "transport_cases.py",
     KINDS,
-    more=case_names(TESTS / "transport" / "workers" / "transport_contract.py"),
+    more=case_names(TESTS / "transport_contract.py"),
 )
 
 
@@ -124,7 +124,7 @@ FALLBACKS = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", once(FALLBACKS))  # the reasons by themselves: transport/test_choice.py
+@pytest.mark.parametrize("name", once(FALLBACKS))  # the reasons by themselves: adapter/test_transport_choice.py
 def test_all_ranks_fall_back_together_with_one_warning(ranks, name):
     before, init, env, reason = FALLBACKS[name]
     without = [1] if "mpi4py" in name else []

@@ -5,14 +5,17 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "tensorflow", "keras", "mpi4py", "horovod", "cupy", "numba")
+HEAVY = ("torch", "tensorflow", "keras", "mpi4py", "horovod", "cupy")
+NUMBA = (*HEAVY, "numba")
+MODULES = {
+    "dgc, dgc.core, dgc.transport": NUMBA,
+    "dgc.core.codecs": NUMBA,
+    "dgc.core.exchange.exchange, dgc.adapter.agreement, dgc.transport.local, dgc.transport.mpi": HEAVY,
+}
 
 
-@pytest.mark.parametrize(
-    "module", ["dgc", "dgc.core", "dgc.core.codecs", "dgc.transport", "dgc.core.exchange.exchange"]
-)
-def test_importing_loads_no_framework(module):
-    heavy = HEAVY[:-1] if module == "dgc.core.exchange.exchange" else HEAVY
-    source = f"import sys, {module}; print([m for m in {heavy!r} if m in sys.modules])"
+@pytest.mark.parametrize("modules", MODULES)
+def test_importing_loads_no_framework_and_starts_no_mpi(modules):
+    source = f"import subprocess, sys, {modules}; print([m for m in {MODULES[modules]!r} if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"

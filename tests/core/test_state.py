@@ -5,57 +5,39 @@ import math
 
 import numpy as np
 import pytest
-from exchange_tools import first_gradients, make_exchange, run_step, train
+from exchange_tools import gradients, on_ranks, run_step, train
 
 from dgc.core.saved import resized
 from dgc.errors import LayoutError
-from dgc.transport.local import run_ranks
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("op", "begin"), [("average", 0), ("sum", 0), ("sum", 100)])
 @pytest.mark.parametrize("small", ["float32", "int8"])
-def test_resizing_keeps_the_mean_residual_and_momentum(old, new, small):
-    out = train(old, 8, sparsity=0.95, momentum=0.9, small=small)
-    states = [e.state.to_dict() for _, e in out]
-    fresh = [resized(states, r, new, 0) for r in range(new)]
-    assert any("error" in entry for entry in states[0]["parameters"].values()) is (small == "int8")
-    for name, entry in states[0]["parameters"].items():
+def test_resizing_keeps_the_mean_or_the_sum_of_residuals_and_momentum(old, new, op, begin, small):
+    out = train(old, 8, sparsity=0.95, momentum=0.9, op=op, rampup_begin_step=begin, small=small)
+    states = [e.state.to_dict()["parameters"] for _, e in out]
+    fresh = [resized([e.state.to_dict() for _, e in out], r, new, begin, op=op)["parameters"] for r in range(new)]
+    assert any("error" in entry for entry in states[0].values()) is (small == "int8" and begin == 0)
+    for name, entry in states[0].items():
         for key in entry.keys() - {"threshold"}:
-            before = np.mean([s["parameters"][name][key] for s in states], axis=0)
-            after = np.mean([s["parameters"][name][key] for s in fresh], axis=0)
-            np.testing.assert_allclose(after, before, atol=1e-6)
             if key == "u" and "v" not in entry:
                 for s in fresh:
-                    np.testing.assert_array_equal(s["parameters"][name][key], entry[key])
-
-
-@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2), (3, 2), (1, 2)])
-@pytest.mark.parametrize("begin", [0, 100])
-@pytest.mark.parametrize("small", ["float32", "int8"])
-def test_resizing_keeps_the_sum_where_gradients_are_summed(old, new, begin, small):
-    out = train(old, 8, sparsity=0.95, momentum=0.9, op="sum", rampup_begin_step=begin, small=small)
-    states = [e.state.to_dict() for _, e in out]
-    fresh = [resized(states, r, new, begin, op="sum") for r in range(new)]
-    for name, entry in states[0]["parameters"].items():
-        for key in entry.keys() & ({"u", "v"} if "v" in entry else {"error"}):
-            before = np.sum([s["parameters"][name][key] for s in states], axis=0)
-            after = np.sum([s["parameters"][name][key] for s in fresh], axis=0)
-            np.testing.assert_allclose(after, before, atol=1e-5)
-        if "v" not in entry:
-            for s in fresh:
-                np.testing.assert_array_equal(s["parameters"][name]["u"], entry["u"])
+                    np.testing.assert_array_equal(s[name][key], entry[key])
+                continue
+            total = np.mean if op == "average" else np.sum
+            before, after = (total([s[name][key] for s in each], axis=0) for each in (states, fresh))
+            np.testing.assert_allclose(after, before, atol=1e-6 if op == "average" else 1e-5)
 
 
 @pytest.mark.parametrize(("op", "share"), [("average", 1.0), ("sum", 0.25)])
 def test_adopted_momentum_is_each_ranks_share_where_entries_are_selected(op, share):
-    def rank(transport):
-        exchange = make_exchange(transport, op=op, momentum=0.9)
+    def adopt(exchange, rank):
         for i, each in enumerate(exchange.layout.parameters):
             exchange.state.absorb_momentum(i, np.ones(each.numel, np.float32))
-        exchange.close()
         return exchange
 
-    exchange = run_ranks(4, rank)[0]
+    exchange = on_ranks(4, adopt, op=op, momentum=0.9)[0]
     for i in range(len(exchange.layout.parameters)):
         selected = exchange.state.residual(i).size > 0
         assert np.all(exchange.state.momentum_buffer(i) == (share if selected else 1.0))
@@ -112,9 +94,8 @@ BAD = {
 def test_a_damaged_state_is_refused_before_anything_is_changed(name):
     make, text = BAD[name]
 
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9)
-        run_step(exchange, first_gradients(transport.rank))
+    def steps(exchange, rank):
+        run_step(exchange, gradients(0, rank))
         before = exchange.state_dict()
         with pytest.raises(LayoutError, match=text):
             exchange.load_state_dict(make(before))
@@ -122,9 +103,8 @@ def test_a_damaged_state_is_refused_before_anything_is_changed(name):
         for parameter, entry in before["parameters"].items():
             for key, values in entry.items():
                 np.testing.assert_array_equal(after["parameters"][parameter][key], values)
-        exchange.close()
 
-    run_ranks(2, rank)
+    on_ranks(2, steps, sparsity=0.9)
 
 
 def test_a_loaded_state_without_thresholds_forgets_those_of_before():
@@ -139,15 +119,12 @@ def test_a_loaded_state_without_thresholds_forgets_those_of_before():
 def test_a_reset_forgets_the_thresholds_too():
     """Those of the run before would select too few entries of residuals that begin at 0 again."""
 
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9)
+    def reset(exchange, rank):
         for bucket in exchange.state.buckets:
             bucket.thresholds[...] = 1.0
         exchange.reset()
-        fresh = np.concatenate([bucket.thresholds.ravel() for bucket in exchange.state.buckets])
-        exchange.close()
-        return fresh
+        return np.concatenate([bucket.thresholds.ravel() for bucket in exchange.state.buckets])
 
-    for fresh in run_ranks(2, rank):
+    for fresh in on_ranks(2, reset, sparsity=0.9):
         assert fresh.size
         assert np.isnan(fresh).all()

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from launch_tools import REPOSITORY, run_mpi
+from rank_jobs import once
 
 pytestmark = [pytest.mark.mpi]
 
@@ -11,7 +12,7 @@ GUESS = 5.55  # nats of a byte that may be any
 LAUNCHERS = {"torchrun_text": "torchrun", "keras_text": "mpirun"}
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", once(LAUNCHERS))
 def test_learns_to_read(name):
     pytest.importorskip("tensorflow" if name == "keras_text" else "torch")
     result = run_mpi(2, REPOSITORY / "examples" / f"{name}.py", 60, launcher=LAUNCHERS[name])

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
 
@@ -24,11 +22,8 @@ def test_no_device_is_said_at_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("required", ["0", "1"])
-def test_what_skips_itself_has_failed_where_a_gpu_is_required(required):
+def test_what_skips_itself_has_failed_where_a_gpu_is_required():
     file = "tests/core/kernels/test_gpu.py::test_views_of_foreign_memory"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file]
-    done = run(command, DGC_REQUIRE_GPU=required)
-    assert done.returncode == int(required), done.stdout + done.stderr
-    assert ("and this did not run" in done.stdout) == (required == "1")
-    assert ("1 skipped" in done.stdout) == (required == "0")
+    done = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file], DGC_REQUIRE_GPU="1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "and this did not run" in done.stdout

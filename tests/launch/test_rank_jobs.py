@@ -1,21 +1,18 @@
-"""Living ranks: a case on them says what it would say on new ranks, and one that goes wrong harms no other."""
+"""The tools that start ranks: whether the tests on real ranks can be believed."""
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 
 import psutil
 import pytest
-from launch_tools import TESTS, LaunchError, runs
+from launch_tools import LaunchError, check_case, run_mpi, runs
 from rank_jobs import SIZES, Ranks, each_case
 
 pytestmark = pytest.mark.mpi
 
 CASES = """
 import os
+import subprocess
+import sys
 import time
 from worker_tools import SkipCase, case, launch_rank, report
 
@@ -36,6 +33,8 @@ def is_skipped():
 
 @case
 def hangs_on_rank_0():
+    if RANK == 0:
+        report([subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid])
     while RANK == 0:
         time.sleep(0.1)
 
@@ -133,11 +132,14 @@ def values(ranks, worker, name):
 def test_a_case_that_goes_wrong_is_reported_and_the_next_one_finds_new_ranks(own, worker, name, message, monkeypatch):
     monkeypatch.setattr("rank_jobs.PATIENCE", 2.0)
     before = values(own, worker, "passes")
+    result, _ = own.job(own(worker, 2).kind).run(worker, [], name, 4 if "hangs" in name else 300)
     with pytest.raises(pytest.fail.Exception, match=message):
-        own(worker, 2, timeout=4 if "hangs" in name else None).check(name)
+        check_case(result, name)
+    started = [entry for reports in result.reports for entry in reports if isinstance(entry, list)]
+    assert len(started) == ("hangs" in name)
     after = values(own, worker, "passes")
     assert not {pid for (pid,) in before} & {pid for (pid,) in after}
-    assert not any(runs(pid) for (pid,) in before)
+    assert not any(runs(pid) for (pid,) in [*started, *before])
 
 
 def test_good_cases_share_their_ranks_which_stand_still_in_between(own, worker):
@@ -168,11 +170,19 @@ def test_a_worker_finds_nothing_of_the_one_before(own, tmp_path):
 def test_a_worker_that_declares_it_gets_ranks_of_its_own(own, worker):
     living = values(own, worker, "passes")
     worker.write_text(f"{CASES}\nFRESH = 'ends a rank'\n")
-    cases = own(worker, 2)
-    cases.args = ("passes",)
-    cases.check("passes")
-    reports = cases._launched.result.reports
-    assert not {pid for (pid,) in living} & {e[0] for rank in reports for e in rank if isinstance(e, list)}
+    assert not {pid for (pid,) in living} & {pid for (pid,) in values(own, worker, "passes")}
+
+
+@pytest.mark.parametrize(
+    ("source", "timeout", "match"),
+    [
+        ("import time; time.sleep(60)\n", 2, "timed out after"),
+        ("import sys; sys.exit('it gives up')\n", 300, r"returned 1 (.|\n)*it gives up"),
+    ],
+)
+def test_a_job_that_fails_is_an_error_with_what_it_wrote(source, timeout, match):
+    with pytest.raises(LaunchError, match=match):
+        run_mpi(1, source, launcher="single", timeout=timeout)
 
 
 def test_a_script_that_fails_says_why(own):
@@ -185,24 +195,3 @@ if launch_rank() == 1:
     with pytest.raises(LaunchError, match="rank 1 gives up"):
         own.run(source, 2)
     assert own.run(source, 2, check=False).values == ["__main__"] * 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a launcher that its parent is gone")
-def test_a_test_process_that_is_killed_leaves_no_ranks(worker):
-    source = f"""
-    import os, pathlib, signal
-    from rank_jobs import Ranks
-    ranks, worker = Ranks(), pathlib.Path({str(worker)!r})
-    job = ranks.job(ranks(worker, 2).kind)
-    job.run(worker, [], "passes", 300)
-    print(*job.pids, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", textwrap.dedent(source)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 2
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=300)
-    assert not alive

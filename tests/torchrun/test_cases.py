@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
+from launch_tools import case_names
 from rank_jobs import TORCHRUN, each_case
 
-ADAPTERS = Path(__file__).parent.parent / "adapters_torch"
+HERE = Path(__file__).parent
+ADAPTERS = HERE.parent / "adapters_torch"
 WORKERS = ADAPTERS / "workers"
 
+test_transport = each_case(
+    HERE / "workers" / "transport_cases.py",
+    TORCHRUN,
+    more=case_names(HERE.parent / "transport_contract.py"),
+)
 test_distributed = each_case(WORKERS / "distributed_cases.py", TORCHRUN)
 test_ddp = each_case(WORKERS / "ddp_cases.py", TORCHRUN)
 test_ddp_join = each_case(WORKERS / "ddp_join_cases.py", TORCHRUN)

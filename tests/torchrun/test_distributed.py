@@ -22,27 +22,6 @@ def test_a_process_may_end_right_after_a_collective():
     run_mpi(2, LAST_ACT, launcher="torchrun")
 
 
-ALLTOALL = """
-import numpy as np
-import torch.distributed as dist
-from dgc.torch.distributed import DistributedTransport
-
-dist.init_process_group("gloo")
-transport = DistributedTransport()
-rank, size = transport.rank, transport.size
-for length in (0, 1, 5000):
-    message, out = np.empty((size, length), np.uint8), np.zeros((size, length), np.uint8)
-    message[...] = np.arange(size)[:, None] + 10 * rank
-    transport.alltoall(message, out)
-    assert (out == 10 * np.arange(size)[:, None] + rank).all(), out
-"""
-
-
-@pytest.mark.mpi
-def test_alltoall_sends_row_r_to_rank_r():
-    run_mpi(3, ALLTOALL, launcher="torchrun")
-
-
 LEFT_WAITING = """
 import os, threading, time, weakref
 import numpy as np

@@ -1,18 +1,16 @@
-"""The application: who gets which utterances, what is hidden, and how errors are counted."""
+"""The application: who gets which utterances, and how errors are counted."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from evidence.applications.speech import ERRORS, HIDDEN_BANDS, HIDDEN_FRAMES, ON_RECORDINGS, Speech, hide
+from evidence.applications.speech import ERRORS, ON_RECORDINGS, Speech
 from evidence.speech import recordings
 from evidence.speech.decoding import CLASSES
-from evidence.speech.features import BANDS, STACK, WIDTH
+from evidence.speech.features import WIDTH
 
 
 @pytest.fixture(scope="module")
@@ -52,31 +50,6 @@ def test_an_epoch_can_be_repeated(speech):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.fixture
-def one_thread():
-    """Others only wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_the_loss_falls(speech, one_thread):
-    torch.manual_seed(0)
-    model = speech.make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    (batch, *_) = speech.batches(0, 0, 1)
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = speech.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert all(math.isfinite(loss) for loss in losses)
-    assert losses[-1] < 0.5 * losses[0]
-
-
 class Knowing(nn.Module):
     """Says of each utterance what it was told, one letter after the other with a blank between."""
 
@@ -106,17 +79,6 @@ def test_errors_are_counted_once_each(speech):
     first = next(iter(known))
     known[first] = known[first][:-1]
     assert speech.evaluate(model, 0, 1)[ERRORS] == (1.0, letters)
-
-
-def test_what_is_hidden():
-    frames = torch.ones(16, 40, WIDTH)
-    hide(frames, np.random.default_rng(1))
-    bands = (frames.view(16, 40, STACK, BANDS) == 0).all(dim=2)
-    hidden_bands = bands.all(dim=0).sum(dim=1)
-    hidden_frames = bands.all(dim=2).sum(dim=0)
-    assert hidden_bands.max() == HIDDEN_BANDS
-    assert hidden_frames.max() == HIDDEN_FRAMES
-    assert (hidden_bands == 0).any()
 
 
 def test_recordings_are_a_second_test(speech):

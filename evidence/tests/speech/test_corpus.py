@@ -11,26 +11,21 @@ import numpy as np
 import pytest
 
 from evidence.data.cache import cache_folder, load
-from evidence.speech import corpus
 from evidence.speech.corpus import (
     HELD_OUT,
     LENGTHS,
-    LOUDNESS,
     TRAINING,
     Part,
-    in_noise,
     load_corpus,
     prepare_spoken,
-    resampled,
     spoken,
     starts,
     test_part,
     train_part,
 )
 from evidence.speech.decoding import text_of
-from evidence.speech.features import RATE, WIDTH, frame_count
+from evidence.speech.features import WIDTH
 from evidence.speech.synthesiser import MISSING, find
-from evidence.speech.vocabulary import phrases
 
 test_part.__test__ = False  # The name is no test's.
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -59,14 +54,6 @@ def test_the_same_set_twice(found):
         assert len(frames) % LENGTHS == 0
         assert frames.shape[1] == WIDTH
     assert len({text for text, _ in first}) > 8
-
-
-def test_a_larger_set_begins_like_a_smaller_one(found):
-    """Speakers have random numbers and processes of their own."""
-    alone = spoken(Part("small", ("m1",), 2, 3, 7, (0.9, 1.1)), found)
-    for (text, frames), (same_text, same_frames) in zip(alone, spoken(SMALL, found), strict=False):
-        assert text == same_text
-        assert np.array_equal(frames, same_frames)
 
 
 def test_the_cache_holds_what_was_said(found):
@@ -110,49 +97,7 @@ def test_an_interrupted_build_leaves_nothing(found):
     assert len(load(part.file(found))["lengths"]) == 1
 
 
-def test_nothing_is_built_twice(found, monkeypatch):
-    prepare_spoken(SMALL, found)
-    monkeypatch.setattr(corpus, "spoken", lambda *_: pytest.fail("built again"))
-    prepare_spoken(SMALL, found)
-
-
 def test_voices_are_held_out():
     assert set(TRAINING).isdisjoint(HELD_OUT)
     assert set(train_part(99, 1).voices) == set(TRAINING)
     assert test_part(99, 1).warps == (1.0, 1.0)
-
-
-def test_a_voice_says_everything_before_it_repeats_itself():
-    said = corpus._utterances(120, np.random.default_rng(1))
-    counts = {phrase: 0 for phrase in phrases()}
-    for utterance in said:
-        for phrase in _phrases_of(utterance.text):
-            counts[phrase] += 1
-    assert max(counts.values()) <= 2
-    assert {corpus.SPEEDS[0] <= u.speed < corpus.SPEEDS[1] for u in said} == {True}
-
-
-def _phrases_of(text):
-    if text in phrases():
-        return [text]
-    words = text.split()
-    cuts = ((" ".join(words[:cut]), " ".join(words[cut:])) for cut in range(1, len(words)))
-    return next([a, b] for a, b in cuts if a in phrases() and b in phrases())
-
-
-def test_noise_is_as_loud_as_asked_for():
-    random = np.random.default_rng(3)
-    tone = np.sin(np.arange(8000) * 0.3)
-    loud, quiet = (in_noise(tone, decibels, random) for decibels in (6.0, 60.0))
-    assert len(loud) % (LENGTHS * 240) == 120  # The last frame's windows overlap what would be the next.
-    assert frame_count(len(loud)) % LENGTHS == 0
-    assert np.sqrt(np.mean(loud**2)) == pytest.approx(LOUDNESS * np.sqrt(1 + 0.25), rel=0.15)
-    assert np.sqrt(np.mean(quiet**2)) == pytest.approx(LOUDNESS, rel=0.15)
-
-
-def test_resampling_keeps_a_tone_and_drops_what_is_too_high():
-    time = np.arange(22050) / 22050
-    low, high = np.sin(2 * np.pi * 1000 * time), np.sin(2 * np.pi * 9000 * time)
-    found = resampled(low + high, RATE / 22050)
-    assert np.allclose(found, np.sin(2 * np.pi * 1000 * np.arange(8000) / 8000), atol=1e-6)
-    assert len(resampled(low, 1.1)) == round(22050 * 1.1)

@@ -9,7 +9,6 @@ import pytest
 
 from evidence.application import EvidenceError
 from evidence.speech import corpus, recordings
-from evidence.speech.vocabulary import recorded
 
 
 def write(path, samples, rate=8000):
@@ -64,8 +63,3 @@ def test_what_is_no_prompt(prompts):
     (prompts / "hello.wav").write_bytes(b"RIFFhalf")
     with pytest.raises(EvidenceError, match=r"hello.wav cannot be read .*install asterisk-core-sounds-en-wav again"):
         recordings.recordings(prompts)
-
-
-def test_no_recording_is_named_twice():
-    files = list(recorded())
-    assert len(files) == len({name.lower() for name in files})

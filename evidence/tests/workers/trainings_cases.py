@@ -93,15 +93,3 @@ def bytes_are_those_of_the_compressor():
     assert last["bytes"] < first["bytes"] / 3
     assert last["bytes"] % last["steps"] == 0
     assert 0.9 < result["parameters_sparsified"] / result["parameters"] < 1
-
-
-@case
-def the_authors_variant_trains_with_a_decay_of_its_own():
-    result = trained("image", "authors", folder())
-    assert math.isfinite(result["final"]["test loss"])
-
-
-@case
-def members_of_the_family_keep_momentum_and_clipping_in_the_optimizer():
-    result = trained("language", "terngrad", folder())
-    assert math.isfinite(result["final"]["perplexity"])

@@ -7,7 +7,7 @@ import warnings
 import horovod.torch as hvd
 import numpy as np
 import torch
-from transport.workers.transport_contract import Carrier
+from transport_contract import Carrier
 from worker_tools import case
 
 import dgc.torch as dgc

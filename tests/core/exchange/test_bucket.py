@@ -2,31 +2,25 @@
 
 import numpy as np
 import pytest
-from exchange_tools import errors_of, gradient, make_exchange, parameters, run_step
+from exchange_tools import errors_of, gradients, on_ranks, run_step
 
 from dgc.core.compressors import make_config
-from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.step import Submission, Submissions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.message import HEADER_BYTES
 from dgc.errors import WireError
-from dgc.transport.local import run_ranks
 
 
 def test_result_beyond_the_gradients_type_refuses_the_step():
-    specs = parameters()
-
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.5)
-        grads = [np.full(p.numel, 1000.0, np.float32) for p in specs]
-        refused, _ = run_step(exchange, grads, limit=999.0)
-        accepted, _ = run_step(exchange, [g * 0 for g in grads], limit=9999.0)
-        exchange.close()
+    def steps(exchange, rank):
+        ones = [np.ones_like(g) for g in gradients(0, rank)]
+        refused, _ = run_step(exchange, [g * 1000 for g in ones], limit=999.0)
+        accepted, _ = run_step(exchange, [g * 0 for g in ones], limit=9999.0)
         return refused, accepted, exchange.state.step
 
-    assert run_ranks(2, rank) == [(True, False, 1)] * 2
+    assert on_ranks(2, steps, sparsity=0.5) == [(True, False, 1)] * 2
 
 
 @pytest.mark.parametrize(
@@ -36,19 +30,17 @@ def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bu
     """Unless the bucket has another collective, in which no error can be told."""
     shapes = {"a": (600, 500), "b": (500, 600)}
 
-    def rank(transport):
-        options = dict(sparsity=0.9, bucket_bytes=1_000_000, rampup_begin_step=begin)
-        exchange = make_exchange(transport, shapes, **options)
-        plans = [bucket.encoder.plan_at(None if begin else 0.1) for bucket in exchange._buckets]
-        assert [plan.allreduces for plan in plans] == [begin > 0] * 2
-        if transport.rank == 1:
-            exchange._buckets[0].messages.receive = no_room
-        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters(shapes))])
-
     def no_room(*arguments):
         raise MemoryError("no room")
 
-    errors = errors_of(2, rank)
+    def step(exchange, rank):
+        plans = [bucket.encoder.plan_at(None if begin else 0.1) for bucket in exchange._buckets]
+        assert [plan.allreduces for plan in plans] == [begin > 0] * 2
+        if rank == 1:
+            exchange._buckets[0].messages.receive = no_room
+        run_step(exchange, gradients(0, rank, shapes))
+
+    errors = errors_of(2, step, shapes, sparsity=0.9, bucket_bytes=1_000_000, rampup_begin_step=begin)
     assert str(errors[0]).startswith(expected)
     assert "MemoryError: no room" in str(errors[1])
 
@@ -56,30 +48,21 @@ def test_a_rank_that_cannot_use_what_it_received_tells_the_others_in_the_next_bu
 @pytest.mark.parametrize("kernels", [NumbaKernels(1), ReferenceKernels()], ids=lambda k: k.name)
 def test_a_position_between_tensors_is_a_damaged_message(kernels):
     """A tensor of 1500 elements takes 1504 places; nobody ever selects the last four."""
+    shapes = {"a": (1500, 1), "b": (1500, 1)}
 
-    def one_rank(transport):
-        gather = transport.allgather
+    def step(exchange, rank):
+        gather = exchange.transport.allgather
 
         def damaged(message, out):
             gather(message, out)
-            if out.shape[1] > 100:
-                positions = out[1, HEADER_BYTES + 8 : HEADER_BYTES + 8 + 2 * 15].view(np.uint16)
-                positions[14] = 1502
+            out[1, HEADER_BYTES + 8 : HEADER_BYTES + 8 + 2 * 15].view(np.uint16)[14] = 1502
 
-        transport.allgather = damaged
-        config = make_config({"sparsity": 0.99, "indices": "uint16", "momentum": 0.0})
-        layout = make_layout([Parameter("a", (1500, 1), "float32"), Parameter("b", (1500, 1), "float32")], config)
-        exchange = Exchange(layout, config, transport, kernels)
-        norm = exchange.state.residual_norm()
-        for i in range(2):
-            g = np.random.default_rng(i).standard_normal(1500).astype(np.float32)
-            exchange.submit(i, g, np.zeros(1500, np.float32))
+        exchange.transport.allgather = damaged
         with pytest.raises(WireError, match=r"message of rank 1 .*padding"):
-            exchange.finish()
-        assert exchange.state.residual_norm() > norm, "nothing is lost"
-        exchange.close()
+            run_step(exchange, gradients(0, 0, shapes))
+        assert exchange.state.residual_norm() > 0, "nothing is lost"
 
-    run_ranks(2, one_rank)
+    on_ranks(2, step, shapes, kernels=kernels, sparsity=0.99, indices="uint16", momentum=0.0)
 
 
 def test_a_bucket_is_complete_once_the_events_of_its_gradients_are_recorded():

@@ -3,38 +3,31 @@
 import time
 
 import numpy as np
-from exchange_tools import Oracle, gradient, make_exchange, parameters, train, worst
-
-from dgc.transport.local import run_ranks
+from exchange_tools import SHAPES, gradients, on_ranks, paper, train, worst
 
 
 def test_local_clipping_per_tensor_follows_the_paper():
     options = {"momentum": 0.9, "sparsity": 0.9, "local_grad_clip_norm": 0.5}
-    assert worst(train(2, 10, **options)[0][0], Oracle(2, options).train(10)) <= 2e-6
-    unclipped = train(2, 10, momentum=0.9, sparsity=0.9)
-    assert worst(unclipped[0][0], Oracle(2, options).train(10)) > 1e-3
+    expected = paper(2, options, 10)
+    assert worst(train(2, 10, **options)[0][0], expected) <= 2e-6
+    assert worst(train(2, 10, momentum=0.9, sparsity=0.9)[0][0], expected) > 1e-3
 
 
 def test_global_clipping_scales_every_gradient_by_one_norm_from_the_first_step():
-    specs = parameters()
-
-    def rank(transport):
-        exchange = make_exchange(
-            transport, local_grad_clip_norm=0.25, clip_scope="global", rampup_begin_step=5, bucket_bytes=2048
-        )
+    def step(exchange, rank):
         assert len(exchange.layout.buckets) > 1
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+        grads = gradients(0, rank)
         results = [np.empty_like(g) for g in grads]
-        for i in reversed(range(len(specs))):
+        for i in reversed(range(len(grads))):
             exchange.submit(i, grads[i], results[i])
             # A bucket that did not wait for all gradients would be on its way by now, with too small a norm.
             time.sleep(0.02)
         exchange.finish()
-        exchange.close()
         return grads, results
 
-    out = run_ranks(2, rank)
-    expected = [0.0] * len(specs)
+    options = {"local_grad_clip_norm": 0.25, "clip_scope": "global", "rampup_begin_step": 5, "bucket_bytes": 2048}
+    out = on_ranks(2, step, **options)
+    expected = [0.0] * len(SHAPES)
     for grads, _ in out:
         norm = np.sqrt(sum(np.dot(g, g) for g in grads))
         assert norm > 0.25 * 2**0.5

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from exchange_tools import (
     SHAPES,
-    Oracle,
     dense_sgd,
     errors_of,
-    gradient,
-    make_exchange,
+    gradients,
+    on_ranks,
+    paper,
     parameters,
     run_step,
     same_results,
@@ -22,13 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgc.core.codecs import SparseCodec
-from dgc.core.compressors import compressor_class, make_config
-from dgc.core.exchange.exchange import Exchange
+from dgc.core.compressors import compressor_class
+from dgc.core.exchange.step import Hyper
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.layout import make_layout
-from dgc.errors import LayoutError
-from dgc.transport.local import run_ranks
+from dgc.errors import ConfigError, LayoutError
 
 MOMENTA = [
     {"momentum": 0.0},
@@ -60,9 +58,7 @@ def test_follows_the_paper_through_the_rampup(options, masking):
         "rampup_step": 6,
         "sparsity": (0.75, 0.9, 0.98),
     }
-    out = train(2, 16, **options)
-    expected = Oracle(2, options).train(16)
-    assert worst(out[0][0], expected) <= 2e-6
+    assert worst(train(2, 16, **options)[0][0], paper(2, options, 16)) <= 2e-6
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,66 +75,45 @@ def test_follows_the_paper_through_the_rampup(options, masking):
 def test_nothing_is_lost(shapes, sparsity, values, indices, nesterov, dtype, bad, seed):
     """sent + residual after = residual before + increment, on every rank and step; a refused step sends nothing."""
     named = {f"p{i}": s for i, s in enumerate(shapes)}
-    specs = parameters(named, dtype)
     m = 0.9
 
-    def rank(transport):
-        exchange = make_exchange(
-            transport,
-            named,
-            dtype=dtype,
-            sparsity=sparsity,
-            momentum=m,
-            nesterov=nesterov,
-            values=values,
-            indices=indices,
-            min_numel=0,
-            momentum_masking=False,
-        )
-        sent_total = []
+    def steps(exchange, rank):
+        state, told = exchange.state, []
         for step in range(4):
-            grads = [gradient(step, transport.rank, i, p.numel, dtype, seed) for i, p in enumerate(specs)]
+            grads = gradients(step, rank, named, dtype, seed)
             overflow = bad and step == 2
-            if overflow and transport.rank == 1:
+            if overflow and rank == 1:
                 grads[0][0] = np.inf
-            before = [exchange.state.residual(i).copy() for i in range(len(specs))]
+            before = [state.residual(i).copy() for i in range(len(named))]
             refused, results = run_step(exchange, grads)
             assert refused == overflow
-            clean = [
-                np.where(np.isfinite(g), g, 0).astype(exchange.state.residual(i).dtype) for i, g in enumerate(grads)
-            ]
-            increments = []
-            for i, g in enumerate(clean):
-                u = exchange.state.momentum_buffer(i)
-                increments.append(g + np.asarray(m, u.dtype) * u if nesterov else u.copy())
-            sent = [
-                b + inc - exchange.state.residual(i) for i, (b, inc) in enumerate(zip(before, increments, strict=True))
-            ]
-            if refused:
-                for s, b, inc in zip(sent, before, increments, strict=True):
-                    np.testing.assert_allclose(s, 0, atol=1e-6 * (np.abs(b).max() + np.abs(inc).max()))
-            sent_total.append((sent, results, refused))
-        exchange.close()
-        return sent_total
+            sent = []
+            for i, (g, old) in enumerate(zip(grads, before, strict=True)):
+                u, v = state.momentum_buffer(i), state.residual(i)
+                g = np.where(np.isfinite(g), g, 0).astype(v.dtype)
+                increment = g + np.asarray(m, u.dtype) * u if nesterov else u
+                sent.append(old + increment - v)
+                if refused:
+                    np.testing.assert_allclose(sent[-1], 0, atol=1e-6 * (np.abs(old).max() + np.abs(increment).max()))
+            told.append((sent, results))
+        return told
 
-    out = run_ranks(2, rank)
-    for step in range(4):
-        refused = out[0][step][2]
-        for i in range(len(specs)):
-            sent = [out[r][step][0][i] for r in range(2)]
-            result = out[0][step][1][i]
-            if refused:
+    options = dict(dtype=dtype, sparsity=sparsity, momentum=m, nesterov=nesterov, values=values, indices=indices)
+    one, other = on_ranks(2, steps, named, **options, min_numel=0, momentum_masking=False)
+    for step, ((sent, results), (others, same)) in enumerate(zip(one, other, strict=True)):
+        for a, b, result, again in zip(sent, others, results, same, strict=True):
+            np.testing.assert_array_equal(result, again)
+            if bad and step == 2:
                 assert np.isnan(result).all()
             else:
-                scale = max(np.abs(s).max() for s in sent) + 0.3
-                np.testing.assert_allclose((sent[0] + sent[1]) / 2, result, atol=2e-6 * scale)
-            np.testing.assert_array_equal(result, out[1][step][1][i])
+                scale = max(np.abs(a).max(), np.abs(b).max()) + 0.3
+                np.testing.assert_allclose((a + b) / 2, result, atol=2e-6 * scale)
 
 
 @pytest.mark.parametrize("algorithm", ["dgc", "strom", "onebit"])
 @pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf])
 def test_a_message_that_decodes_to_something_not_finite_is_refused_by_all(monkeypatch, algorithm, damage):
-    specs, damaged = parameters(), []
+    damaged = []
     owner = SparseCodec if algorithm == "dgc" else compressor_class(algorithm)
     decode = owner.decode
 
@@ -151,20 +126,13 @@ def test_a_message_that_decodes_to_something_not_finite_is_refused_by_all(monkey
 
     monkeypatch.setattr(owner, "decode", damaging)
 
-    def rank(transport):
-        config = make_config({"min_numel": 64}, algorithm=algorithm)
-        layout = make_layout(specs, config)
-        exchange = Exchange(layout, config, transport, ReferenceKernels(), loss_scale=lambda: 1.0)
-        outcomes = []
-        for step in range(3):
-            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
-            outcomes.append(run_step(exchange, grads))
-        exchange.close()
-        return outcomes
+    def three_steps(exchange, rank):
+        return [run_step(exchange, gradients(step, rank)) for step in range(3)]
 
-    assert [refused for refused, _ in run_ranks(2, rank)[0]] == [False] * 3
+    options = {"algorithm": algorithm, "loss_scale": lambda: 1.0}
+    assert [refused for refused, _ in on_ranks(2, three_steps, **options)[0]] == [False] * 3
     damaged.append(True)
-    for outcomes in run_ranks(2, rank):
+    for outcomes in on_ranks(2, three_steps, **options):
         assert [refused for refused, _ in outcomes] == [True] * 3
         assert all(np.isnan(results[2]).all() for _, results in outcomes)
 
@@ -173,20 +141,17 @@ def test_a_message_that_decodes_to_something_not_finite_is_refused_by_all(monkey
 @pytest.mark.parametrize("op", ["average", "sum"])
 def test_finite_gradients_that_overflow_are_refused_and_forgotten(kernels, op):
     """In v, because of what it holds; or only in the sum over the ranks."""
-    specs = parameters()
 
-    def rank(transport):
-        exchange = make_exchange(transport, kernels=kernels(), momentum=0.9, op=op, loss_scale=lambda: 1.0)
+    def steps(exchange, rank):
         history = []
         for step in range(8):
-            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            grads = gradients(step, rank)
             if step in (2, 3):
                 grads[2][5:400] = 3e38 if op == "average" else 2e38
             history.append(run_step(exchange, grads))
-        exchange.close()
         return history
 
-    for history in run_ranks(2, rank):
+    for history in on_ranks(2, steps, kernels=kernels(), momentum=0.9, op=op, loss_scale=lambda: 1.0):
         refused = [was for was, _ in history]
         assert refused[:2] == [False, False]
         assert any(refused[2:4])
@@ -208,40 +173,33 @@ def test_finite_gradients_that_overflow_are_refused_and_forgotten(kernels, op):
     ids=str,
 )
 def test_numpy_warns_of_nothing_in_a_step_that_overflows(options, kernels):
-    specs = parameters()
     options = {**({} if "algorithm" in options else {"momentum": 0.9, "weight_decay": 0.1}), **options}
+    values = [np.full(p.numel, 3e38, np.float32) for p in parameters()]
 
-    def rank(transport):
-        exchange = make_exchange(transport, kernels=kernels(), loss_scale=lambda: 1e-3, **options)
-        values = [np.full(p.numel, 3e38, np.float32) for p in specs]
-        for step, spoilt in enumerate([1.0, np.inf if transport.rank else -np.inf, 3e38, 1.0, 1e-3]):
-            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+    def steps(exchange, rank):
+        for step, spoilt in enumerate([1.0, np.inf if rank else -np.inf, 3e38, 1.0, 1e-3]):
+            grads = gradients(step, rank)
             for g in grads:
                 g[:5] = spoilt
             run_step(exchange, grads, values, limit=6e4)
-        exchange.close()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        run_ranks(2, rank)
+        on_ranks(2, steps, kernels=kernels(), loss_scale=lambda: 1e-3, **options)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_refused_step_without_a_scaler_is_told_once_with_rank_parameter_and_step(scaled):
-    specs = parameters()
-
-    def rank(transport):
-        exchange = make_exchange(transport, loss_scale=(lambda: 1.0) if scaled else 1.0)
+    def steps(exchange, rank):
         for step in range(4):
-            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
-            if step >= 2 and transport.rank == 1:
+            grads = gradients(step, rank)
+            if step >= 2 and rank == 1:
                 grads[2][5] = np.nan
             run_step(exchange, grads)
-        exchange.close()
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_ranks(2, rank)
+        on_ranks(2, steps, loss_scale=(lambda: 1.0) if scaled else 1.0)
     texts = sorted(str(w.message) for w in caught)
     expected = [] if scaled else ["rank 1 in the gradient of 'fc.weight'", "rank 1, whose own warning"]
     assert len(texts) == len(expected), texts
@@ -251,38 +209,30 @@ def test_a_refused_step_without_a_scaler_is_told_once_with_rank_parameter_and_st
 
 
 def test_without_error_feedback_nothing_stays_whatever_becomes_of_the_step():
-    def rank(transport):
-        exchange = make_exchange(
-            transport, algorithm="topk", sparsity=0.9, error_feedback=False, small="int8", loss_scale=lambda: 1.0
-        )
+    def steps(exchange, rank):
         for spoilt in (False, True):
-            grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())]
+            grads = gradients(0, rank)
             grads[2][5] = np.nan if spoilt else 1.0
             assert run_step(exchange, grads)[0] is spoilt
             assert not exchange.state.residual_norm()
-        exchange.close()
 
-    run_ranks(2, rank)
+    options = {"sparsity": 0.9, "error_feedback": False, "small": "int8"}
+    on_ranks(2, steps, algorithm="topk", **options, loss_scale=lambda: 1.0)
 
 
 def test_a_refused_dense_step_leaves_no_trace():
     """Overflow on rank 1 alone: both refuse, momentum and the step counter stay. In sparse steps: test_compressors."""
-    specs = parameters()
 
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9, momentum=0.9, rampup_begin_step=10, bucket_bytes=2048)
+    def steps(exchange, rank):
         history = []
         for step in range(6):
-            grads = [gradient(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
-            before = exchange.state.to_dict()
-            if step == 3 and transport.rank == 1:
+            grads, before = gradients(step, rank), exchange.state.to_dict()
+            if step == 3 and rank == 1:
                 grads[2][5] = np.nan
-            refused, results = run_step(exchange, grads)
-            history.append((refused, results, before, exchange.state.to_dict()))
-        exchange.close()
+            history.append((*run_step(exchange, grads), before, exchange.state.to_dict()))
         return history
 
-    out = run_ranks(2, rank)
+    out = on_ranks(2, steps, sparsity=0.9, momentum=0.9, rampup_begin_step=10, bucket_bytes=2048)
     for history in out:
         assert [h[0] for h in history] == [False, False, False, True, False, False]
         _, results, before, after = history[3]
@@ -303,42 +253,60 @@ def test_loss_scale_is_divided_out_before_and_multiplied_back_after(later, small
         asked_by.add(threading.current_thread().name)
         return value
 
-    def rank(transport):
-        specs = parameters()
-        scale = {"now": 8.0}
+    def scaled_by(scales):
+        def steps(exchange, rank):
+            results = []
+            for step, scale in enumerate(scales):
+                exchange.loss_scale = lambda: (lambda: coming(scale)) if later else scale  # noqa: B023
+                found = run_step(exchange, [g * np.float32(scale) for g in gradients(step, rank)])[1]
+                results.append([r / np.float32(scale) for r in found])
+            return results
 
-        def read():
-            now = scale["now"]
-            return (lambda: coming(now)) if later else now
+        return on_ranks(2, steps, **options)[0]
 
-        exchange = make_exchange(transport, **options, loss_scale=read)
-        out = []
-        for step, s in enumerate([8.0, 8.0, 2.0]):
-            scale["now"] = s
-            grads = [gradient(step, transport.rank, i, p.numel) * np.float32(s) for i, p in enumerate(specs)]
-            _, results = run_step(exchange, grads)
-            out.append([r / np.float32(s) for r in results])
-        exchange.close()
-        return out
-
-    scaled = run_ranks(2, rank)[0]
-    plain = []
-    train(2, 3, **options, on_step=lambda r, s, e, p, res: plain.append(res) if r == 0 else None)
+    scaled = scaled_by([8.0, 8.0, 2.0])
     assert asked_by == ({"dgc-exchange"} if later else set())
-    same_results(scaled, plain)
+    same_results(scaled, scaled_by([1.0] * 3))
 
 
 def test_a_missing_gradient_is_one_error_on_all_ranks():
-    specs = parameters()
-
-    def rank(transport):
-        exchange = make_exchange(transport)
-        for i, p in enumerate(specs):
-            if transport.rank == 1 and i == 2:
-                continue
-            exchange.submit(i, gradient(0, 0, i, p.numel), np.empty(p.numel, np.float32))
+    def step(exchange, rank):
+        for i, g in enumerate(gradients(0, 0)):
+            if (rank, i) != (1, 2):
+                exchange.submit(i, g, np.empty_like(g))
         exchange.finish()
 
-    errors = errors_of(3, rank)
+    errors = errors_of(3, step)
     assert all(isinstance(e, LayoutError) and "fc.weight" in str(e) for e in errors), errors
     assert "rank 1" in str(errors[0])
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_loss_scale_must_be_positive_and_finite(later):
+    def step(exchange, rank):
+        scale = float(rank != 1)
+        exchange.loss_scale = lambda: (lambda: scale) if later else scale
+        run_step(exchange, gradients(0, rank))
+
+    errors = errors_of(2, step)
+    assert all(isinstance(e, ConfigError) and "loss_scale" in str(e) for e in errors), errors
+
+
+def test_ranks_compare_everything_that_they_must_share_and_no_rounding():
+    def digest(**changes):
+        plain = {"momentum": [0.9, 0.0], "nesterov": [True, False], "weight_decay": [0.0, 1e-4], "gain": [1.0, 0.1]}
+        return Hyper(**{**plain, "learning_rates": (0.1, 0.01), **changes}).digest()
+
+    changed = [
+        {"momentum": [0.9, 0.5]},
+        {"momentum": [0.0, 0.9]},
+        {"nesterov": [False, True]},
+        {"weight_decay": [0.0, 1e-4 + 1e-12]},
+        {"gain": [1.0, 0.2]},
+        {"learning_rates": (0.1,)},
+        {"learning_rates": (0.01, 0.1)},
+        {"learning_rates": (0.1, 0.010001)},
+        {"restored": True},
+    ]
+    assert len({digest(), *(digest(**each) for each in changed)}) == 1 + len(changed)
+    assert digest(learning_rates=(0.1 + 1e-9, 0.01)) == digest()

@@ -1,13 +1,12 @@
 """Ranks without data: they take part with zeros and the joined flag, until no rank has data."""
 
 import pytest
-from exchange_tools import gradient, make_exchange, parameters, run_step
+from exchange_tools import gradients, on_ranks, run_step
 from fake_device import fake_kernels, needs_compiler
 
 from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.message import Flags
-from dgc.transport.local import run_ranks
 
 OPTIONS = {
     "selected": {"sparsity": 0.9, "momentum": 0.9},
@@ -27,8 +26,8 @@ def content(exchange):
 
 def step_with(exchange, joined, step):
     """A step in which these ranks have no data."""
-    rank, joins = exchange.transport.rank, exchange.transport.rank in joined
-    grads = [gradient(step, rank, i, p.numel) * (not joins) for i, p in enumerate(parameters())]
+    joins = exchange.transport.rank in joined
+    grads = [g * (not joins) for g in gradients(step, exchange.transport.rank)]
     return run_step(exchange, grads, options=StepOptions(joins=Flags.JOINED if joins else 0))[1]
 
 
@@ -38,30 +37,26 @@ def test_a_step_in_which_every_rank_has_joined_is_undone(name, make_kernels):
     if name == "terngrad" and make_kernels is fake_kernels:
         pytest.skip("works on host memory")
 
-    def one_rank(transport):
-        exchange = make_exchange(transport, kernels=make_kernels(), **OPTIONS[name])
+    def steps(exchange, rank):
         for step in range(2):
             step_with(exchange, (), step)
         before = content(exchange)
         step_with(exchange, (0, 1), 2)
         assert set(exchange.joined) == {0, 1}
         assert content(exchange) == before
-        exchange.close()
 
-    run_ranks(2, one_rank)
+    on_ranks(2, steps, kernels=make_kernels(), **OPTIONS[name])
 
 
 @WHEREVER
 def test_a_step_in_which_some_ranks_have_joined_is_committed_on_all(make_kernels):
-    def one_rank(transport):
-        exchange = make_exchange(transport, kernels=make_kernels(), **OPTIONS["selected"])
+    def steps(exchange, rank):
         step_with(exchange, (), 0)
         norm = exchange.residual_norm()
         for step in range(1, 40):
             step_with(exchange, (1,), step)
         assert exchange.state.step == 40
-        if transport.rank == 1:
+        if rank == 1:
             assert exchange.residual_norm() < norm / 2, "a rank without data goes on sending its residual"
-        exchange.close()
 
-    run_ranks(2, one_rank)
+    on_ranks(2, steps, kernels=make_kernels(), **OPTIONS["selected"])

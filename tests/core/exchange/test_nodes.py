@@ -3,40 +3,34 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from exchange_tools import dense_sgd, errors_of, gradient, make_exchange, parameters, run_step, train, worst
+from exchange_tools import dense_sgd, errors_of, gradient, gradients, on_ranks, parameters, run_step, train, worst
 
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import ConfigError, DGCError
-from dgc.transport.hierarchical import HierarchicalTransport
-from dgc.transport.local import run_ranks
 
 PAIRS = [0, 0, 2, 2]
 STEPS = 8
 SMALL_BUCKETS = {"bucket_bytes": 2048}
 
 
-def train_nodes(nodes, of_rank, steps=STEPS, dtype="float32", loss_scale=1.0, **options):
+def train_nodes(nodes, of_rank, steps=STEPS, dtype="float32", **options):
     """Train on ranks of which ``nodes[rank]`` send as one; ``of_rank(step, rank, index, numel)`` are the gradients."""
     specs = parameters(None, dtype)
 
-    def one_rank(transport):
-        over = transport if nodes is None else HierarchicalTransport(transport, nodes)
-        exchange = make_exchange(over, dtype=dtype, loss_scale=loss_scale, **options)
+    def one_rank(exchange, rank):
         rng = np.random.default_rng(1)
         params = [rng.standard_normal(p.numel).astype(dtype) for p in specs]
         for step in range(steps):
-            grads = [of_rank(step, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+            grads = [of_rank(step, rank, i, p.numel) for i, p in enumerate(specs)]
             before = [g.copy() for g in grads]
             _, results = run_step(exchange, grads, params)
             for g, b in zip(grads, before, strict=True):
                 np.testing.assert_array_equal(g, b)  # they are the caller's
             for p, r in zip(params, results, strict=True):
                 p -= r.dtype.type(0.1) * r
-        state = exchange.state_dict()
-        exchange.close()
-        return params, state
+        return params, exchange.state_dict()
 
-    return run_ranks(len(nodes) if nodes else 2, one_rank)
+    return on_ranks(len(nodes) if nodes else 2, one_rank, nodes=nodes, dtype=dtype, **options)
 
 
 def summed(of_rank, factor):
@@ -140,18 +134,16 @@ def test_a_node_of_one_rank_each_is_the_flat_exchange():
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_a_rank_that_fails_is_told_to_all_ranks_of_all_nodes(failing):
-    def rank(transport):
-        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, **SMALL_BUCKETS)
-        specs = parameters()
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(specs)]
+    def steps(exchange, rank):
+        grads = gradients(0, rank)
         run_step(exchange, grads)
-        for i in reversed(range(len(specs))):
-            if transport.rank == failing and i == 2:
+        for i in reversed(range(len(grads))):
+            if rank == failing and i == 2:
                 exchange.fail(ConfigError("the lights are out"))
             exchange.submit(i, grads[i], np.empty_like(grads[i]))
         exchange.finish()
 
-    errors = errors_of(4, rank)
+    errors = errors_of(4, steps, nodes=PAIRS, sparsity=0.9, **SMALL_BUCKETS)
     assert all(isinstance(e, DGCError) for e in errors)
     assert isinstance(errors[failing], ConfigError)
     for error in errors:
@@ -165,31 +157,26 @@ def test_a_rank_that_cannot_collect_its_gradients_leaves_nobody_in_the_sum(faili
     def poor(step, bucket):
         raise MemoryError("no room")
 
-    def rank(transport):
-        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9)
-        if transport.rank == failing:
+    def step(exchange, rank):
+        if rank == failing:
             exchange._pipeline._nodes.collect = poor
-        run_step(exchange, [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())])
+        run_step(exchange, gradients(0, rank))
 
-    errors = errors_of(4, rank)
+    errors = errors_of(4, step, nodes=PAIRS, sparsity=0.9)
     assert all(isinstance(e, DGCError) and "MemoryError: no room" in str(e) for e in errors), errors
     assert errors[3 - failing].args[0].startswith(f"node 0 failed in step 0: rank {failing}: ")
 
 
 def test_a_gradient_that_is_not_finite_refuses_the_step_of_all_and_is_told_once_a_node(recwarn):
-    def rank(transport):
-        exchange = make_exchange(HierarchicalTransport(transport, PAIRS), sparsity=0.9, momentum=0.9)
-        grads = [gradient(0, transport.rank, i, p.numel) for i, p in enumerate(parameters())]
+    def steps(exchange, rank):
+        grads = gradients(0, rank)
         run_step(exchange, grads)
-        before = exchange.state_dict()
-        if transport.rank == 2:
+        if rank == 2:
             grads[2][5] = np.nan
-        refused, _ = run_step(exchange, grads)
-        assert refused
-        assert exchange.state_dict()["step"] == before["step"]
-        exchange.close()
+        assert run_step(exchange, grads)[0]
+        assert exchange.state.step == 1
 
-    run_ranks(4, rank)
+    on_ranks(4, steps, nodes=PAIRS, sparsity=0.9, momentum=0.9)
     texts = [str(w.message) for w in recwarn if "NaN, infinity" in str(w.message)]
     assert len(texts) == 2
     assert any("met by node 1 in the gradient of 'fc.weight'" in text for text in texts)

@@ -6,13 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from exchange_tools import gradient, make_exchange, parameters, run_step
+from exchange_tools import gradients, on_ranks, run_step
 from fake_device import FakeDevice, counts, fake_kernels, launched, needs_compiler
 
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.errors import DGCError
-from dgc.transport.hierarchical import HierarchicalTransport
-from dgc.transport.local import run_ranks
 
 pytestmark = needs_compiler
 
@@ -35,36 +33,21 @@ CASES = {
 }
 
 
-def one_step(exchange, step, rank, params=None, *, dtype="float32", limit=None, spoil=None):
-    """Submit one step's gradients and finish."""
-    grads = [gradient(step, rank, i, p.numel, dtype) for i, p in enumerate(exchange.layout.parameters)]
-    if spoil is not None:
-        grads[spoil][3] = np.inf
-    wide = np.float64 if dtype == "float64" else np.float32
-    results = [np.full(g.size, 7, wide) for g in grads]
-    for i in reversed(range(len(grads))):
-        exchange.submit(i, grads[i], results[i], None if params is None else params[i], limit)
-    return exchange.finish(), results
-
-
-def run(make_kernels, ranks, steps, *, dtype="float32", limit=None, spoil=None, nodes=None, **options):
+def run(make_kernels, ranks, steps, *, dtype="float32", limit=None, spoil=None, **options):
     """Some steps on all ranks; parameters stay as they are, so that no step needs the one before."""
-    specs = parameters(SHAPES, dtype)
 
-    def one_rank(transport):
-        over = HierarchicalTransport(transport, nodes) if nodes else transport
-        exchange = make_exchange(over, SHAPES, dtype=dtype, kernels=make_kernels(), **options)
+    def one_rank(exchange, rank):
         rng = np.random.default_rng(1)
-        params = [rng.standard_normal(p.numel).astype(dtype) for p in specs]
+        params = [rng.standard_normal(p.numel).astype(dtype) for p in exchange.layout.parameters]
         done = []
         for step in range(steps):
-            bad = spoil[2] if spoil is not None and spoil[:2] == (step, transport.rank) else None
-            done.append(one_step(exchange, step, transport.rank, params, dtype=dtype, limit=limit, spoil=bad))
-        state, norm = exchange.state_dict(), exchange.state.residual_norm()
-        exchange.close()
-        return done, state, norm
+            given = gradients(step, rank, SHAPES, dtype)
+            if spoil is not None and spoil[:2] == (step, rank):
+                given[spoil[2]][3] = np.inf
+            done.append(run_step(exchange, given, params, limit=limit))
+        return done, exchange.state_dict(), exchange.state.residual_norm()
 
-    return run_ranks(ranks, one_rank)
+    return on_ranks(ranks, one_rank, SHAPES, dtype=dtype, kernels=make_kernels(), **options)
 
 
 def on_cpu():
@@ -129,33 +112,32 @@ def test_a_refused_step_is_taken_back(parameter, values):
 def test_state_moves_between_device_and_cpu():
     options = {"sparsity": 0.99, "momentum": 0.9, "values": "float16"}
 
-    def one_rank(transport, *makers):
-        saved, done = None, []
-        for make in makers:
-            exchange = make_exchange(transport, SHAPES, kernels=make(), **options)
-            if saved is not None:
-                exchange.load_state_dict(saved)
-            done += [one_step(exchange, exchange.state.step, transport.rank) for _ in range(3)]
-            saved, norm = exchange.state_dict(), exchange.state.residual_norm()
-            exchange.close()
-        return done, saved, norm
+    def trained(*makers):
+        done, saved = [[], []], [None, None]
 
-    got = run_ranks(2, lambda t: one_rank(t, fake_kernels, on_cpu, fake_kernels))
-    assert_equal(got, run_ranks(2, lambda t: one_rank(t, on_cpu, on_cpu, on_cpu)))
+        def three_steps(exchange, rank):
+            if saved[rank] is not None:
+                exchange.load_state_dict(saved[rank])
+            first = exchange.state.step
+            done[rank] += [run_step(exchange, gradients(first + i, rank, SHAPES)) for i in range(3)]
+            saved[rank] = exchange.state_dict()
+            return done[rank], saved[rank], exchange.state.residual_norm()
+
+        return [on_ranks(2, three_steps, SHAPES, kernels=make(), **options) for make in makers][-1]
+
+    assert_equal(trained(fake_kernels, on_cpu, fake_kernels), trained(on_cpu, on_cpu, on_cpu))
 
 
 def test_a_step_takes_few_launches_and_copies():
     """However many tensors there are: one pass in, one out, and entries set and masked at once."""
 
-    def one_rank(transport):
-        exchange = make_exchange(transport, SHAPES, kernels=fake_kernels(), sparsity=0.99, momentum=0.9)
+    def steps(exchange, rank):
         for step in range(4):
             counts.clear()
-            one_step(exchange, step, transport.rank)
-        exchange.close()
+            run_step(exchange, gradients(step, rank, SHAPES))
         return dict(counts), len(exchange.layout.buckets)
 
-    ((found, buckets),) = run_ranks(1, one_rank)
+    ((found, buckets),) = on_ranks(1, steps, SHAPES, kernels=fake_kernels(), sparsity=0.99, momentum=0.9)
     assert buckets == 1
     assert {name: n for name, n in found.items() if name.startswith("dgc_")} == {
         f"dgc_{name}": 1 for name in ("sweep", "pack", "clear", "place", "update", "take_out")
@@ -175,16 +157,15 @@ def test_what_kernels_remember_of_a_layout_is_freed_with_its_exchange(monkeypatc
         return there
 
     monkeypatch.setattr(FakeDevice, "send", noted)
-
-    def one_rank(transport, shapes):
-        exchange = make_exchange(transport, shapes, kernels=kernels, sparsity=0.99, momentum=0.9)
-        for step in range(2):
-            run_step(exchange, [gradient(step, 0, i, p.numel) for i, p in enumerate(parameters(shapes))])
-        exchange.residual_norm()
-        exchange.close()
-
     for n in (1000, 2000, 3000):
-        run_ranks(1, one_rank, {"a": (n, 3), "b": (n,)})
+        shapes = {"a": (n, 3), "b": (n,)}
+
+        def steps(exchange, rank, shapes=shapes):
+            for step in range(2):
+                run_step(exchange, gradients(step, 0, shapes))
+            exchange.residual_norm()
+
+        on_ranks(1, steps, shapes, kernels=kernels, sparsity=0.99, momentum=0.9)
     launched.clear()
     gc.collect()
     assert len(sent) > 9
@@ -205,17 +186,15 @@ def test_gradients_are_waited_for_before_they_are_read(streams):
             Ready.recorded += 1
             return SimpleNamespace(handle=100 * Ready.recorded + self.stream)
 
-    def one_rank(transport):
-        kernels = fake_kernels()
-        exchange = make_exchange(transport, SHAPES, kernels=kernels, sparsity=0.99, bucket_bytes=8000)
-        for i, p in reversed(list(enumerate(exchange.layout.parameters))):
-            exchange.submit(i, gradient(0, 0, i, p.numel), np.zeros(p.numel, np.float32), ready=Ready(i % streams))
+    def step(exchange, rank):
+        for i, g in reversed(list(enumerate(gradients(0, 0, SHAPES)))):
+            exchange.submit(i, g, np.zeros_like(g), ready=Ready(i % streams))
         exchange.finish()
-        of_bucket = [{s.parameter % streams for s in b.segments} for b in exchange.layout.buckets]
-        exchange.close()
-        return of_bucket, kernels.device
+        return [{s.parameter % streams for s in b.segments} for b in exchange.layout.buckets]
 
-    ((of_bucket, device),) = run_ranks(1, one_rank)
+    kernels = fake_kernels()
+    (of_bucket,) = on_ranks(1, step, SHAPES, kernels=kernels, sparsity=0.99, bucket_bytes=8000)
+    device = kernels.device
     assert len(of_bucket) > 1
     assert [w // 100 for w in device.waited_for] == list(range(1, sum(map(len, of_bucket)) + 1))
     at = 0
@@ -228,13 +207,11 @@ def test_gradients_are_waited_for_before_they_are_read(streams):
 def test_errors_reach_all_ranks():
     """A gradient that the device cannot read."""
 
-    def one_rank(transport):
-        exchange = make_exchange(transport, SHAPES, kernels=fake_kernels(), sparsity=0.99)
-        for i, p in reversed(list(enumerate(exchange.layout.parameters))):
-            kind = np.int32 if transport.rank == 1 and i == 0 else np.float32
-            exchange.submit(i, np.zeros(p.numel, kind), np.zeros(p.numel, np.float32))
+    def step(exchange, rank):
+        given = [np.zeros_like(g) for g in gradients(0, 0, SHAPES)]
+        if rank == 1:
+            given[0] = given[0].astype(np.int32)
         with pytest.raises(DGCError, match="int32"):
-            exchange.finish()
-        exchange.close()
+            run_step(exchange, given)
 
-    run_ranks(2, one_rank)
+    on_ranks(2, step, SHAPES, kernels=fake_kernels(), sparsity=0.99)

@@ -4,24 +4,14 @@ import numpy as np
 import pytest
 from contract_tools import Case
 from contract_tools import make_exchange as make_compressor_exchange
-from contract_tools import specs as contract_specs
-from exchange_tools import SHAPES, gradient, make_exchange, parameters, run_step
+from exchange_tools import SHAPES, gradient, gradients, make_exchange, on_ranks, parameters, run_step, same_results
 
 from dgc.errors import DGCError, LayoutError
 from dgc.transport.local import run_ranks
 
 NAMES = list(SHAPES)
 SMALL = ("conv.bias", "fc.bias", "head.weight")
-COMPRESSORS = [
-    Case("qsgd"),
-    Case("onebit"),
-    Case("topk", {"sparsity": 0.9}),
-]
 CODED = {"sparsity": 0.9, "small": "int8", "bucket_bytes": 2048}
-
-
-def grads(step, rank, specs=None, dtype="float32"):
-    return [gradient(step, rank, i, p.numel, dtype) for i, p in enumerate(specs or parameters())]
 
 
 def errors(exchange):
@@ -31,12 +21,22 @@ def errors(exchange):
 
 def steps(exchange, count, first=0):
     """Results of some steps by step; no momentum, so a result is the mean or sum of what was sent."""
-    return [run_step(exchange, grads(first + i, exchange.transport.rank))[1] for i in range(count)]
+    return [run_step(exchange, gradients(first + i, exchange.transport.rank))[1] for i in range(count)]
+
+
+def coded(function):
+    """What a function returns on each of two ranks, whose exchange has made two steps."""
+
+    def one_rank(exchange, rank):
+        steps(exchange, 2)
+        return function(exchange, rank)
+
+    return on_ranks(2, one_rank, **CODED)
 
 
 def assert_kept(one_rank):
     """What ``one_rank`` returns, what was lost so far before and after something, is the same."""
-    for before, after in run_ranks(2, one_rank):
+    for before, after in coded(one_rank):
         for name in SMALL:
             assert before[name].tobytes() == after[name].tobytes()
 
@@ -44,13 +44,8 @@ def assert_kept(one_rank):
 @pytest.mark.parametrize("codec", ["int8", "int3", "float16", "int2"])
 @pytest.mark.parametrize("op", ["average", "sum"])
 def test_what_is_sent_and_what_stays_are_what_came_in(op, codec):
-    def one_rank(transport):
-        exchange = make_exchange(transport, **{**CODED, "small": codec, "op": op})
-        results = steps(exchange, 6)
-        return results, errors(exchange)
-
     ranks = 3
-    out = run_ranks(ranks, one_rank)
+    out = on_ranks(ranks, lambda e, _: (steps(e, 6), errors(e)), **{**CODED, "small": codec, "op": op})
     for name in SMALL:
         i = NAMES.index(name)
         came = sum(gradient(s, r, i, parameters()[i].numel).astype(np.float64) for s in range(6) for r in range(ranks))
@@ -68,21 +63,16 @@ def test_what_is_sent_and_what_stays_are_what_came_in(op, codec):
 )
 def test_dense_steps_and_sums_are_exact(options):
     ranks = 8 if "op" in options else 2
-    coded = run_ranks(ranks, lambda t: steps(make_exchange(t, small="int8", **options), 3))
-    exact = run_ranks(ranks, lambda t: steps(make_exchange(t, small="float32", **options), 3))
-    for a, b in zip(coded[0], exact[0], strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert x.tobytes() == y.tobytes()
+    small, exact = (on_ranks(ranks, lambda e, _: steps(e, 3), small=small, **options) for small in ("int8", "float32"))
+    same_results(exact[0], small[0])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_other_types_are_coded_in_float32_or_not_at_all(dtype):
-    def one_rank(transport):
-        exchange = make_exchange(transport, dtype=dtype, **CODED)
-        _, results = run_step(exchange, grads(0, transport.rank, parameters(dtype=dtype), dtype))
-        return results, exchange.state.error(1).copy()
+    def one_rank(exchange, rank):
+        return run_step(exchange, gradients(0, rank, dtype=dtype))[1], exchange.state.error(1).copy()
 
-    out = run_ranks(2, one_rank)
+    out = on_ranks(2, one_rank, dtype=dtype, **CODED)
     exact = np.mean([gradient(0, r, 1, 8, dtype).astype(np.float64) for r in range(2)], axis=0)
     if dtype == "float64":
         assert out[0][1].size == 0
@@ -96,23 +86,15 @@ def test_other_types_are_coded_in_float32_or_not_at_all(dtype):
 @pytest.mark.parametrize("spoiled", ["conv.bias", "fc.weight"])
 @pytest.mark.filterwarnings("ignore:NaN, infinity")
 def test_a_refused_step_leaves_the_residual_as_it_was(spoiled):
-    def one_rank(transport):
-        exchange = make_exchange(transport, **CODED)
-        steps(exchange, 2)
-        before = errors(exchange)
-        given = grads(2, transport.rank)
-        if transport.rank == 1:
+    def one_rank(exchange, rank):
+        before, given = errors(exchange), gradients(2, rank)
+        if rank == 1:
             given[NAMES.index(spoiled)][3] = np.nan
         refused, _ = run_step(exchange, given)
         return refused, before, errors(exchange), steps(exchange, 1, first=3)
 
-    def without(transport):
-        exchange = make_exchange(transport, **CODED)
-        steps(exchange, 2)
-        return steps(exchange, 1, first=3)
-
-    plain = run_ranks(2, without)
-    for (refused, before, after, results), expected in zip(run_ranks(2, one_rank), plain, strict=True):
+    plain = coded(lambda exchange, _: steps(exchange, 1, first=3))
+    for (refused, before, after, results), expected in zip(coded(one_rank), plain, strict=True):
         assert refused
         for name in SMALL:
             assert before[name].tobytes() == after[name].tobytes()
@@ -122,45 +104,32 @@ def test_a_refused_step_leaves_the_residual_as_it_was(spoiled):
 
 @pytest.mark.filterwarnings("ignore:NaN, infinity")
 def test_gradient_and_residual_that_add_up_to_infinity_refuse_the_step():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **CODED)
-        steps(exchange, 1)
+    def one_rank(exchange, rank):
         state = exchange.state_dict()
         state["parameters"]["conv.bias"]["error"][2] = 3e38
         exchange.load_state_dict(state)
-        given = grads(1, transport.rank)
+        given = gradients(2, rank)
         given[NAMES.index("conv.bias")][2] = 3e38
         return run_step(exchange, given)[0], exchange.state.error(1)[2]
 
-    assert run_ranks(2, one_rank) == [(True, np.float32(3e38))] * 2
-
-
-def end_of_step(exchange, given):
-    if exchange.transport.rank == 1:
-        exchange.fail(LayoutError("enough"), 0)
-    exchange.submit(0, given[0], given[0].copy())
-    exchange.finish()
+    assert coded(one_rank) == [(True, np.float32(3e38))] * 2
 
 
 def test_a_failed_step_leaves_the_residual_as_it_was():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **CODED)
-        steps(exchange, 2)
-        before = errors(exchange)
-        given = grads(2, transport.rank)
+    def one_rank(exchange, rank):
+        before, given = errors(exchange), gradients(2, rank)
         for i in reversed(range(1, len(given))):
             exchange.submit(i, given[i], given[i].copy())
+        fails = exchange.fail if rank == 1 else lambda *_: exchange.submit(0, given[0], given[0].copy())
         with pytest.raises(DGCError, match="enough"):
-            end_of_step(exchange, given)
+            fails(LayoutError("enough"), 0) or exchange.finish()
         return before, errors(exchange)
 
     assert_kept(one_rank)
 
 
 def test_reset_forgets_and_a_state_without_residuals_is_accepted():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **CODED)
-        steps(exchange, 2)
+    def one_rank(exchange, rank):
         assert exchange.state.residual_norm() > 0
         old = exchange.state_dict()
         for name in SMALL:
@@ -171,22 +140,19 @@ def test_reset_forgets_and_a_state_without_residuals_is_accepted():
         exchange.reset()
         return [*found, errors(exchange), exchange.state.residual_norm()]
 
-    for loaded, keys, after_reset, norm in run_ranks(2, one_rank):
+    for loaded, keys, after_reset, norm in coded(one_rank):
         assert set(keys) == {"u"}
         assert not any(e.any() for e in [*loaded.values(), *after_reset.values()])
         assert norm == 0
 
 
 def test_what_is_owed_is_sent_by_the_first_step_that_codes_nothing():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **CODED)
-        steps(exchange, 2)
-        owed, state = errors(exchange), exchange.state_dict()
-        exact = make_exchange(transport, **{**CODED, "small": "float32"})
-        exact.load_state_dict(state)
+    def one_rank(exchange, rank):
+        owed, exact = errors(exchange), make_exchange(exchange.transport, **{**CODED, "small": "float32"})
+        exact.load_state_dict(exchange.state_dict())
         return owed, steps(exact, 2, first=2), errors(exact), exact.state_dict()["parameters"]["fc.bias"].keys()
 
-    out = run_ranks(2, one_rank)
+    out = coded(one_rank)
     for name in SMALL:
         i = NAMES.index(name)
         n = parameters()[i].numel
@@ -208,9 +174,7 @@ def test_what_is_owed_is_sent_by_the_first_step_that_codes_nothing():
     ],
 )
 def test_a_damaged_residual_is_refused_and_nothing_changes(damage, complaint):
-    def one_rank(transport):
-        exchange = make_exchange(transport, **CODED)
-        steps(exchange, 2)
+    def one_rank(exchange, rank):
         before, state = errors(exchange), exchange.state_dict()
         entry = state["parameters"]["fc.bias"]
         entry["error"] = damage(entry["error"])
@@ -222,23 +186,20 @@ def test_a_damaged_residual_is_refused_and_nothing_changes(damage, complaint):
 
 
 def test_a_residual_of_a_tensor_that_travels_exactly_is_refused():
-    def one_rank(transport):
-        exchange = make_exchange(transport, **CODED)
-        steps(exchange, 1)
-        state = exchange.state_dict()
+    def one_rank(exchange, rank):
         with pytest.raises(LayoutError, match=r"'fc.bias' is sent exactly here.*exclude"):
-            make_exchange(transport, **CODED, exclude="fc.bias").load_state_dict(state)
+            make_exchange(exchange.transport, **CODED, exclude="fc.bias").load_state_dict(exchange.state_dict())
 
-    run_ranks(2, one_rank)
+    coded(one_rank)
 
 
-@pytest.mark.parametrize("case", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("case", [Case("qsgd"), Case("onebit"), Case("topk", {"sparsity": 0.9})], ids=str)
 def test_every_compressor_can_have_them_coded(case):
     shapes = {"w": (40, 40), "b": (50,)}
 
     def one_rank(transport):
         exchange = make_compressor_exchange(transport, case, shapes=shapes, small="int8")
-        results = [run_step(exchange, grads(s, transport.rank, contract_specs(shapes)))[1] for s in range(3)]
+        results = [run_step(exchange, gradients(s, transport.rank, shapes))[1] for s in range(3)]
         return results, exchange.state.error(1).copy(), exchange.stats
 
     out = run_ranks(2, one_rank)

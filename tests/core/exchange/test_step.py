@@ -6,14 +6,13 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-from exchange_tools import SHAPES, first_gradients, make_exchange, parameters, run_step
+from exchange_tools import SHAPES, gradients, on_ranks, run_step
 from fake_device import fake_kernels, needs_compiler
 
-from dgc.core.exchange.stages import Event, Stage
+from dgc.core.exchange.stages import Event, LatestStep, Stage
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.errors import DGCError, LayoutError, RemoteError, TransportError, WireError
-from dgc.transport.local import run_ranks
 
 WHEREVER = pytest.mark.parametrize(
     "make_kernels", [ReferenceKernels, pytest.param(fake_kernels, marks=needs_compiler)], ids=["host", "device"]
@@ -24,15 +23,13 @@ def steps_after_reset(exchange, grads):
     """How many steps count once the exchange has been reset and has made another one."""
     exchange.reset()
     run_step(exchange, grads)
-    exchange.close()
     return exchange.state.step
 
 
 def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_are_not_in():
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9)
-        grads = first_gradients(transport.rank)
-        if transport.rank == 1:
+    def steps(exchange, rank):
+        grads = gradients(0, rank)
+        if rank == 1:
             with pytest.raises(LayoutError, match=r"^rank 1 failed in step 0: mine$"):
                 exchange.fail(LayoutError("mine"))
             for _ in range(2):
@@ -43,37 +40,31 @@ def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_
                 run_step(exchange, grads)
         return steps_after_reset(exchange, grads)
 
-    assert run_ranks(2, rank) == [1, 1]
+    assert on_ranks(2, steps, sparsity=0.9) == [1, 1]
 
 
 def test_a_step_that_begins_while_another_one_is_under_way_is_an_error_on_all_ranks():
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9)
-        grads = first_gradients(transport.rank)
-        if transport.rank == 1:  # an interrupt, say, in the middle of the first one
-            exchange.begin()
-            exchange.submit(0, grads[0], np.empty_like(grads[0]))
+    def steps(exchange, rank):
+        if rank == 1:  # an interrupt, say, in the middle of the first one
+            submit(exchange, [0])
         with pytest.raises(LayoutError, match=r"a step begins while another one is under way; .* call reset"):
-            run_step(exchange, grads)
-        return steps_after_reset(exchange, grads)
+            run_step(exchange, gradients(0, rank))
+        return steps_after_reset(exchange, gradients(0, rank))
 
-    assert run_ranks(2, rank) == [1, 1]
+    assert on_ranks(2, steps, sparsity=0.9) == [1, 1]
 
 
 @pytest.mark.parametrize("after", ["next step", "finish", "reset"])
 def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(after):
     """It is raised on its own rank at once; the step that it came too late for counts on all ranks alike."""
-    specs = parameters()
-    options = dict(sparsity=(0.5, 0.75, 0.9), rampup_step=3, momentum=0.9, bucket_bytes=2048)
 
-    def rank(transport):
-        exchange = make_exchange(transport, **options)
-        grads = first_gradients(transport.rank)
+    def steps(exchange, rank):
+        grads = gradients(0, rank)
         results = [np.empty_like(g) for g in grads]
-        for i in reversed(range(len(specs))):
+        for i in reversed(range(len(grads))):
             exchange.submit(i, grads[i], results[i])
         exchange.wait()
-        if transport.rank == 0:
+        if rank == 0:
             with pytest.raises(LayoutError, match=r"^the gradient of 'fc.weight' was given twice"):
                 exchange.submit(2, grads[2], results[2])
             assert exchange.latest.failure_pending
@@ -81,7 +72,7 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
             assert not exchange.finish()
         next_step = functools.partial(run_step, exchange, grads)
         if after != "reset":
-            go_on = exchange.finish if after == "finish" and transport.rank == 0 else next_step
+            go_on = exchange.finish if after == "finish" and rank == 0 else next_step
             with pytest.raises(LayoutError, match=r"rank 0 failed in step 1: .*'fc.weight' was given twice"):
                 go_on()
             with pytest.raises(RemoteError, match="call reset"):
@@ -89,7 +80,7 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
         state = exchange.state.to_dict()
         return results, state, steps_after_reset(exchange, grads)
 
-    out = run_ranks(2, rank)
+    out = on_ranks(2, steps, sparsity=(0.5, 0.75, 0.9), rampup_step=3, momentum=0.9, bucket_bytes=2048)
     assert [steps for _, _, steps in out] == [1, 1]
     assert [state["step"] for _, state, _ in out] == [1, 1]
     for a, b in zip(out[0][0], out[1][0], strict=True):
@@ -100,12 +91,10 @@ def test_a_failure_after_the_last_bucket_reaches_all_ranks_in_the_next_step(afte
 def test_a_state_that_is_refused_after_a_failed_step_does_not_let_training_go_on(given):
     """A step that failed before its first gradient, or was interrupted after some or all of them."""
 
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9)
-        grads = first_gradients(transport.rank)
+    def steps(exchange, rank):
         state = exchange.state_dict()
-        for i in range(given):
-            exchange.submit(i, grads[i], np.empty_like(grads[i]))
+        if given:
+            submit(exchange, range(given))
         if given == len(SHAPES):
             exchange.wait()
         if not given:
@@ -114,33 +103,26 @@ def test_a_state_that_is_refused_after_a_failed_step_does_not_let_training_go_on
         with pytest.raises(LayoutError, match="this is rank"):
             exchange.load_state_dict({**state, "rank": 7})
         with pytest.raises(RemoteError, match="given up" if given else "mine"):
-            run_step(exchange, grads)
+            run_step(exchange, gradients(0, rank))
         exchange.load_state_dict(state)
-        run_step(exchange, grads)
-        exchange.close()
+        run_step(exchange, gradients(0, rank))
         return exchange.state.step
 
-    assert run_ranks(2, rank) == [1, 1]
+    assert on_ranks(2, steps, sparsity=0.9) == [1, 1]
 
 
 def test_reset_after_a_commit_was_interrupted_starts_anew():
-    specs = parameters()
-
-    def rank(transport):
-        exchange = make_exchange(transport, kernels=NumbaKernels(1), sparsity=0.9, momentum=0.9)
-        grads = first_gradients(transport.rank)
-        for i in range(len(specs)):
-            exchange.submit(i, grads[i], np.empty_like(grads[i]))
+    def steps(exchange, rank):
+        submit(exchange)
         exchange.wait()
         with patch.object(exchange.kernels, "take_out", side_effect=KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
                 exchange.finish()
         exchange.reset()
-        refused, _ = run_step(exchange, grads)
-        exchange.close()
+        refused, _ = run_step(exchange, gradients(0, rank))
         return refused, exchange.state.step
 
-    assert run_ranks(2, rank) == [(False, 1)] * 2
+    assert on_ranks(2, steps, kernels=NumbaKernels(1), sparsity=0.9, momentum=0.9) == [(False, 1)] * 2
 
 
 # -- the events, one by one ------------------------------------------------------------------------------------------
@@ -153,7 +135,7 @@ def stage_of(exchange):
 def submit(exchange, indices=None):
     if not exchange.in_step:
         exchange.begin()
-    grads = first_gradients(exchange.transport.rank)
+    grads = gradients(0, exchange.transport.rank)
     for i in range(len(SHAPES)) if indices is None else indices:
         exchange.submit(i, grads[i], np.empty_like(grads[i]))
 
@@ -168,16 +150,14 @@ def lose_the_network(exchange):
 def alone(function, make_kernels=ReferenceKernels):
     """Run on the only rank there is, with an exchange whose state is not zero."""
 
-    def rank(transport):
-        exchange = make_exchange(transport, kernels=make_kernels(), sparsity=0.9, momentum=0.9, bucket_bytes=2048)
+    def steps(exchange, rank):
         assert len(exchange.layout.buckets) > 1
-        run_step(exchange, first_gradients(0))
+        run_step(exchange, gradients(0, 0))
         exchange.load_state_dict(exchange.state_dict())
         assert stage_of(exchange) is Stage.NONE
         function(exchange)
-        exchange.close()
 
-    run_ranks(1, rank)
+    on_ranks(1, steps, kernels=make_kernels(), sparsity=0.9, momentum=0.9, bucket_bytes=2048)
 
 
 def bring_to(exchange, stage):
@@ -189,9 +169,9 @@ def bring_to(exchange, stage):
         submit(exchange)
         exchange.wait()
     elif stage is Stage.COMMITTED:
-        run_step(exchange, first_gradients(0))
+        run_step(exchange, gradients(0, 0))
     elif stage is Stage.REFUSED:
-        grads = first_gradients(0)
+        grads = gradients(0, 0)
         grads[0][0] = np.nan
         assert run_step(exchange, grads)[0]
     elif stage in (Stage.BROKEN, Stage.FAILED):
@@ -203,31 +183,6 @@ def bring_to(exchange, stage):
                 exchange.finish()
         exchange.transport.allgather = gather
     assert stage_of(exchange) is stage
-
-
-def send_on(exchange, stage, event):
-    """Let an event happen to a step in a stage, by what its callers do."""
-    if event is Event.BEGIN:
-        submit(exchange, [0])
-    elif event is Event.RUN:
-        submit(exchange, range(1, len(SHAPES)))
-        assert exchange.wait()
-    elif event is Event.BREAK and stage is Stage.OPEN:
-        lose_the_network(exchange)
-        submit(exchange, range(1, len(SHAPES)))
-        assert exchange.wait()
-    elif event is Event.BREAK:
-        exchange.latest.break_off(RemoteError("given up"))
-    elif event is Event.REFUSE:
-        exchange._buckets[0].at.flagged = True
-        assert exchange.finish()
-    elif event is Event.COMMIT:
-        assert not exchange.finish()
-    elif event is Event.RAISE:
-        with pytest.raises(TransportError, match="the network is gone"):
-            exchange.finish()
-    else:
-        exchange.reset()
 
 
 BETWEEN, UNDER_WAY = {Stage.NONE, Stage.COMMITTED, Stage.REFUSED}, {Stage.OPEN, Stage.THROUGH, Stage.BROKEN}
@@ -243,24 +198,19 @@ EVENTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:NaN, infinity")
 @pytest.mark.parametrize("stage", Stage, ids=lambda stage: stage.name)
 @pytest.mark.parametrize("event", Event, ids=lambda event: event.name)
 def test_an_event_leads_to_one_stage_and_is_an_error_in_all_others(stage, event):
-    def row(exchange):
-        possible, following = EVENTS[event]
-        if stage in possible:
-            bring_to(exchange, stage)
-            send_on(exchange, stage, event)
-            assert stage_of(exchange) is following
-            return
-        exchange.latest.stage = stage
-        with pytest.raises(RuntimeError, match=f"{event.name} came in the stage {stage.name}"):
-            exchange.latest.enter(event)
-        assert stage_of(exchange) is stage
-        exchange.latest.stage = Stage.NONE
-
-    alone(row)
+    """That callers bring a step to these stages: ``bring_to``, and the tests below."""
+    latest, (possible, following) = LatestStep(), EVENTS[event]
+    latest.stage = stage
+    if stage in possible:
+        latest.enter(event)
+        assert latest.stage is following
+        return
+    with pytest.raises(RuntimeError, match=f"{event.name} came in the stage {stage.name}"):
+        latest.enter(event)
+    assert latest.stage is stage
 
 
 # -- what callers see in those stages ---------------------------------------------------------------------------------
@@ -280,18 +230,16 @@ def test_a_step_is_not_through_before_its_last_gradient():
 
 
 def test_an_error_before_or_between_messages_is_told_in_the_next_one():
-    def rank(transport):
-        exchange = make_exchange(transport, sparsity=0.9, bucket_bytes=2048)
-        if transport.rank == 1:
+    def step(exchange, rank):
+        if rank == 1:
             exchange._buckets[1].encoder.encode = Mock(side_effect=MemoryError("no room"))
         submit(exchange)
         exchange.wait()
         assert stage_of(exchange) is Stage.BROKEN
         assert "rank 1 failed in step 0: MemoryError: no room" in str(exchange.latest.error)
-        assert (exchange.latest.announced is not None) == (transport.rank == 1)
-        exchange.close()
+        assert (exchange.latest.announced is not None) == (rank == 1)
 
-    run_ranks(3, rank)
+    on_ranks(3, step, sparsity=0.9, bucket_bytes=2048)
 
 
 def test_a_damaged_message_breaks_the_step():
@@ -338,7 +286,7 @@ def test_what_was_sent_in_a_failed_step_is_still_there(end, make_kernels):
         assert stage_of(exchange) is Stage.FAILED
         after = exchange.state.to_dict()["parameters"]
         for name in names:
-            g = first_gradients(0)[list(SHAPES).index(name)]
+            g = gradients(0, 0)[list(SHAPES).index(name)]
             u = np.float32(0.9) * before[name]["u"] + g
             np.testing.assert_allclose(after[name]["u"], u, rtol=1e-6)
             np.testing.assert_allclose(after[name]["v"], before[name]["v"] + u, rtol=1e-5, atol=1e-7)
@@ -387,7 +335,7 @@ def test_a_reset_or_a_loaded_state_makes_any_step_usable_again(stage, load, make
         assert stage_of(exchange) is Stage.NONE
         assert exchange.latest.announced is None
         assert exchange.state.step == (saved["step"] if load else 0)
-        assert run_step(exchange, first_gradients(0))[0] is False
+        assert run_step(exchange, gradients(0, 0))[0] is False
 
     alone(step, make_kernels)
 

@@ -12,53 +12,22 @@ from kernel_tools import run_script
 
 from dgc.core.kernels import compile
 
-FROM_THE_CACHE = """
-    import numpy as np
-    from dgc.core.kernels import cpu
-    from dgc.core.kernels.cpu import NumbaKernels
-    positions = np.array([3, 299_999])
-    u, v = np.zeros((2, 300_000), np.float32)
-    NumbaKernels(2).take_out(u, v, positions, np.full(2, -2, np.float32), masking=True)
-    assert (v.sum(), v[299_999]) == (4, 2)
-    stats = cpu.mask_places.stats
-    print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
-"""
 
-
-@pytest.mark.timeout(1500)
-def test_processes_that_meet_an_empty_cache_at_once_fill_it(tmp_path):
-    cache = {"XDG_CACHE_HOME": str(tmp_path)}
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: run_script(FROM_THE_CACHE, **cache), range(2)))
-    assert [d.returncode for d in both] == [0, 0], [d.stderr for d in both]
-    later = run_script(FROM_THE_CACHE, **cache)
-    assert later.returncode == 0, later.stderr
-    assert later.stdout.split() == ["1", "0"], "hits and misses of a later process"
-
-
-@pytest.mark.parametrize("tried", ["kernels", "codec"])
-def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path, tried):
+def test_without_a_writable_cache_nothing_is_kept_and_all_still_works(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("a file where a directory should be")
     done = run_script(
         """
-        import sys
         import numpy as np
-        from dgc.core.kernels import cpu
-        from dgc.core.kernels.cpu import NumbaKernels
         from dgc.core.codecs import VALUE_CODECS
-        from dgc.core.kernels import loops as numba_loops
-        if sys.argv[1:] == ["kernels"]:
-            u, v = np.zeros((2, 10), np.float32)
-            NumbaKernels(1).take_out(u, v, np.arange(3), -np.ones(3, np.float32), masking=True)
-            assert v.sum() == 3
-            kept = cpu.mask_places
-        else:
-            out = np.zeros(16, np.uint8)
-            VALUE_CODECS["float16"].encode(np.ones(3, np.float32), np.zeros(1, np.int64), out)
-            kept = numba_loops.to_halves
-        assert type(kept._cache).__name__ == "NullCache", kept._cache
-        """.replace("sys.argv[1:]", f"[{tried!r}]"),
+        from dgc.core.kernels import cpu, loops
+        u, v = np.zeros((2, 10), np.float32)
+        cpu.NumbaKernels(1).take_out(u, v, np.arange(3), -np.ones(3, np.float32), masking=True)
+        assert v.sum() == 3
+        VALUE_CODECS["float16"].encode(np.ones(3, np.float32), np.zeros(1, np.int64), np.zeros(16, np.uint8))
+        for kept in (cpu.mask_places, loops.to_halves):
+            assert type(kept._cache).__name__ == "NullCache", kept._cache
+        """,
         NUMBA_CACHE_DIR=str(blocked),
     )
     assert done.returncode == 0, done.stderr

@@ -1,20 +1,16 @@
-"""The device kernels on a fake device: the reference's bits, the CPU backend's thresholds, launches and waits."""
+"""The device kernels on a fake device: the CPU backend's thresholds, launches and waits."""
 
 import numpy as np
 import pytest
-from device_tools import Bucket, assert_same_selection, same_bits
 from fake_device import counts, device, fake_kernels, host, needs_compiler
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_tools import KINDS, as_type, entries
+from kernel_tools import Bucket, as_type, assert_same_selection, entries, same_bits
 
 from dgc.core.kernels import device as device_module
 from dgc.core.kernels import threshold as rules
-from dgc.core.kernels.base import MomentumRule, SegmentWork
+from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.threshold import new_thresholds
-from dgc.errors import LayoutError, WireError
 
 pytestmark = needs_compiler
 
@@ -33,33 +29,6 @@ def select(bucket, gradients, parameters, options):
     mine, theirs = bucket.work(gradients, parameters, options)
     got = bucket.kernels.accumulate_and_select(mine, bucket.device_u, bucket.device_v, bucket.thresholds)
     return got, theirs
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**20),
-    lengths=st.lists(st.sampled_from([0, 1, 3, 31, 1000, 4095, 4096, 4097, 9001]), min_size=1, max_size=4),
-    density=st.sampled_from([0.001, 0.01, 0.2, 1.0]),
-    pattern=st.sampled_from(KINDS),
-    kind=st.sampled_from(["float32", "float16", "bfloat16", "float64"]),
-    momentum=st.sampled_from([0.0, 0.9]),
-    nesterov=st.booleans(),
-    decay=st.sampled_from([0.0, 1e-2]),
-)
-def test_a_first_step_equals_the_reference(seed, lengths, density, pattern, kind, momentum, nesterov, decay):
-    rng = np.random.default_rng(seed)
-    bucket = bucket_of(lengths)
-    gradients = [as_type(entries(rng, pattern, n), kind) for n in lengths]
-    parameters = [as_type(rng.standard_normal(n), kind) for n in lengths] if decay else None
-    options = [
-        dict(k=max(1, int(n * density)), momentum=momentum, nesterov=nesterov, weight_decay=decay, scale=0.37)
-        for n in lengths
-    ]
-    got, theirs = select(bucket, gradients, parameters, options)
-    wanted = bucket.reference.accumulate_and_select(theirs, bucket.u, bucket.v, bucket.thresholds)
-    bucket.assert_same_state()
-    assert got.nonfinite == wanted.nonfinite
-    assert_same_selection(got, wanted)
 
 
 def test_candidates_entries_and_thresholds_equal_the_cpu_backends():
@@ -118,41 +87,6 @@ def test_candidates_beyond_their_room_are_counted_and_not_kept():
     assert 4 * 50000 < counts["bytes to host"] < 4 * 75000
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "scale": 128.0}],
-    ids=str,
-)
-def test_dense_updates_equal_the_reference(dtype, options):
-    rng, n = np.random.default_rng(0), 5000
-    mean, parameter, u = rng.standard_normal((3, n)).astype(dtype)
-    result, mine = device(np.full(n, 3, dtype)), device(u.copy())
-    wanted = np.full(n, 3, dtype)
-    fake_kernels().dense_update(result, mean, mine, device(parameter), MomentumRule(**options))
-    ReferenceKernels().dense_update(wanted, mean, u, parameter, MomentumRule(**options))
-    same_bits(host(result), wanted)
-    same_bits(host(mine), u)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_entries_are_set_in_their_tensors(dtype):
-    rng, offsets = np.random.default_rng(0), np.array([0, 3008, 3024, 5024])
-    positions = np.sort(rng.choice(5000, 700, replace=False))
-    positions = positions[(positions < 3000) | (positions >= 3024)]  # none in the second tensor
-    values = rng.standard_normal(positions.size).astype(dtype)
-    before = [rng.standard_normal(n).astype(dtype) for n in (3000, 10, 1990)]
-    added, wanted = [device(a.copy()) for a in before], [a.copy() for a in before]
-    ReferenceKernels().set_entries(wanted, offsets, positions, values)
-    fake_kernels().set_entries(added, offsets, positions, values)
-    for a, b in zip(added, wanted, strict=True):
-        same_bits(host(a), b)
-    fake_kernels().set_entries(added, offsets, positions[:0], values[:0])
-    assert not any(host(a).any() for a in added)
-    with pytest.raises(WireError, match="padding"):
-        fake_kernels().set_entries(added, offsets, np.array([3001]), np.ones(1, dtype))
-
-
 def test_a_vector_is_packed_with_zeros_between_its_tensors():
     """The vector's memory is used again and again."""
     rng, kernels = np.random.default_rng(0), fake_kernels()
@@ -201,28 +135,6 @@ def test_sums_of_squares_equal_the_reference(monkeypatch):
     assert kernels.memory.sum_of_squares(device(gradients[4])) == pytest.approx(np.dot(gradients[4], gradients[4]))
 
 
-def test_bad_arrays_are_refused():
-    kernels, good = fake_kernels(), device(np.zeros(50, np.float32))
-    u, v = device(np.zeros(100, np.float32)), device(np.zeros(100, np.float32))
-    for work, match in (
-        (SegmentWork(device(np.zeros(100, np.float32)[::2]), None, 0, 50, 1), "strided"),
-        (SegmentWork(device(np.zeros(50, np.int32)), None, 0, 50, 1), "int32"),
-        (SegmentWork(good, None, 60, 50, 1), "does not fit"),
-        (SegmentWork(device(np.zeros(49, np.float32)), None, 0, 50, 1), "shape"),
-        (SegmentWork(good, device(np.zeros(50, np.int64)), 0, 50, 1, weight_decay=0.1), "int64"),
-    ):
-        with pytest.raises(LayoutError, match=match):
-            kernels.accumulate([work], u, v)
-    with pytest.raises(LayoutError, match="u is float64"):
-        kernels.accumulate([], device(np.zeros(100)), v)
-    with pytest.raises(LayoutError, match="thresholds"):
-        kernels.accumulate_and_select([SegmentWork(good, None, 0, 50, 1)], u, v, new_thresholds(2))
-    with pytest.raises(LayoutError, match="lie within"):
-        kernels.take_out(u, v, np.array([100]), np.ones(1, np.float32), masking=True)
-    with pytest.raises(LayoutError, match="decoded"):
-        kernels.take_out(u, v, np.array([1, 2]), np.ones(1, np.float32), masking=True)
-
-
 @pytest.mark.parametrize("tensors", [1, 6])
 def test_a_bucket_takes_one_launch_and_one_wait(tensors):
     """However many tensors it has; and small arrays cross together."""
@@ -262,15 +174,6 @@ def test_a_selection_without_memory_leaves_u_and_v_as_they_were(monkeypatch):
     _, theirs = select(bucket, [gradient], None, dict(k=20, momentum=0.9))
     bucket.reference.accumulate(theirs, bucket.u, bucket.v)
     bucket.assert_same_state()
-
-
-def test_halves_of_all_kinds():
-    bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
-    for array in (bits.view(np.float16), bits):
-        bucket = bucket_of([65536])
-        _, theirs = select(bucket, [array], None, dict(k=10))
-        bucket.reference.accumulate(theirs, bucket.u, bucket.v)
-        bucket.assert_same_state()
 
 
 def test_the_fake_bites():

@@ -5,8 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from device_tools import Bucket, assert_same_selection, same_bits
-from kernel_tools import as_type, entries
+from kernel_tools import Bucket, as_type, assert_same_selection, entries, same_bits
 
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels

@@ -1,14 +1,19 @@
 """Several threads in a kernel, several Python threads calling kernels, and who decides how many."""
 
+import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from kernel_tools import LAUNCHER_VARIABLES, run_script
+from kernel_tools import LAUNCHER_VARIABLES, Pieces, check_selection, run_script
 
 from dgc.core.kernels import threads as threads_module
+from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
+from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.threads import Team, Work, available_cores, default_threads
+from dgc.core.kernels.threshold import new_thresholds
 from dgc.errors import ConfigError
 
 
@@ -19,48 +24,34 @@ def bare_environment(monkeypatch):
     return monkeypatch
 
 
-CONCURRENT = """
-    import threading, sys
-    import numpy as np
-    from dgc.core.kernels.base import SegmentWork
-    from dgc.core.kernels.cpu import NumbaKernels
-    from dgc.core.kernels.reference import ReferenceKernels
-
+def test_python_threads_call_kernels_at_once():
     kernels, reference = NumbaKernels(2), ReferenceKernels()
-    failures, start = [], threading.Barrier(3)
+    lengths, offsets = [100_000, 5000, 300_000], [0, 100_000, 105_000]
+    start = threading.Barrier(3)
 
     def train(seed):
         rng = np.random.default_rng(seed)
-        lengths = [100_000, 5000, 300_000]
-        offsets = np.cumsum([0, *lengths])
-        u, v = np.zeros(offsets[-1], np.float32), np.zeros(offsets[-1], np.float32)
-        expected_u, expected_v = u.copy(), v.copy()
+        u, v, expected_u, expected_v = np.zeros((4, 405_000), np.float32)
         thresholds = new_thresholds(3)
         start.wait()
-        for step in range(15):
-            work = [SegmentWork(rng.standard_normal(n).astype(np.float32), None, int(o), n, n // 500, 0.9)
-                    for n, o in zip(lengths, offsets)]
+        for _ in range(15):
+            work = [
+                SegmentWork(rng.standard_normal(n).astype(np.float32), None, o, n, n // 500, 0.9)
+                for n, o in zip(lengths, offsets, strict=True)
+            ]
             chosen = kernels.accumulate_and_select(work, u, v, thresholds)
-            expected = reference.accumulate_and_select(work, expected_u, expected_v, thresholds)
-            if not (np.array_equal(u, expected_u) and np.array_equal(v, expected_v)
-                    and np.array_equal(chosen.positions, expected.positions)):
-                failures.append((seed, step))
+            reference.accumulate(work, expected_u, expected_v)
+            np.testing.assert_array_equal(u, expected_u)
+            np.testing.assert_array_equal(v, expected_v)
+            for w in work:
+                inside = chosen.positions[(chosen.positions >= w.offset) & (chosen.positions < w.offset + w.length)]
+                check_selection(v[w.offset : w.offset + w.length], w, inside)
             for own_u, own_v in ((u, v), (expected_u, expected_v)):
                 kernels.take_out(own_u, own_v, chosen.positions, chosen.values, masking=True)
             kernels.sums_of_squares([u, v])
 
-    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
-    for t in threads: t.start()
-    for t in threads: t.join()
-    print(kernels.describe())
-    sys.exit(f"wrong steps: {failures}" if failures else 0)
-"""
-
-
-def test_python_threads_call_kernels_at_once():
-    done = run_script(CONCURRENT)
-    assert done.returncode == 0, done.stderr
-    assert "2 threads" in done.stdout
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(train, range(3)))
 
 
 def test_a_fork_while_another_thread_is_inside_a_kernel():
@@ -97,23 +88,14 @@ def test_a_fork_while_another_thread_is_inside_a_kernel():
 
 
 def test_a_dropped_backend_leaves_no_thread():
-    done = run_script(
-        """
-        import gc, threading, time
-        import numpy as np
-        from dgc.core.kernels.cpu import NumbaKernels
-        kernels = NumbaKernels(2)
-        kernels.sums_of_squares([np.ones(3_000_000, np.float32)])
-        assert threading.active_count() == 2
-        del kernels
-        gc.collect()
-        deadline = time.monotonic() + 300
-        while threading.active_count() > 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert threading.active_count() == 1
-        """
-    )
-    assert done.returncode == 0, done.stderr
+    before = set(threading.enumerate())
+    kernels = NumbaKernels(2)
+    kernels.sums_of_squares([np.ones(3_000_000, np.float32)])
+    (helper,) = set(threading.enumerate()) - before
+    del kernels
+    gc.collect()
+    helper.join(300)
+    assert not helper.is_alive()
 
 
 def test_threads_are_the_share_of_the_host(bare_environment):
@@ -139,58 +121,27 @@ def test_there_is_at_least_one_thread(bare_environment):
     assert NumbaKernels(0).threads == 1
 
 
-PIECE = """
-    import os, signal, sys, threading, time
-    import numpy as np
-    from dgc.core.kernels.threads import Team
-
-    taken, lock, working = [], threading.Lock(), []
-
-    def kernel(worker, progress, pieces, fails):
-        while True:
-            with lock:
-                if progress[0] >= pieces:
-                    return
-                piece = int(progress[0])
-                progress[0] += 1
-            working.append(piece)
-            time.sleep(0.05)
-            if worker == fails:
-                working.remove(piece)
-                raise MemoryError("no room")
-            working.remove(piece)
-            with lock:
-                progress[1] += 1
-"""
-
-
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_kernel_that_fails_on_any_thread_fails_the_call_and_leaves_nothing_running(worker):
-    done = run_script(
-        PIECE
-        + f"""
-    team = Team()
+    team, kernel = Team(), Pieces()
     for _ in range(3):
-        try:
-            team.run(2, kernel, 10, {worker})
-        except MemoryError as error:
-            assert "no room" in str(error)
-        else:
-            sys.exit("no error")
-        assert not working, working
+        with pytest.raises(MemoryError, match="no room"):
+            team.run(2, kernel, 10, worker)
+        assert not kernel.working
     team.run(2, kernel, 10, None)
-"""
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_an_interrupt_waits_for_the_pieces_under_way():
     done = run_script(
-        PIECE
-        + """
+        """
+    import os, signal, threading, time
+    import numpy as np
+    from dgc.core.kernels.threads import Team
+    from kernel_tools import Pieces
+
     # A shell that starts jobs in the background lets them ignore this signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    team, interrupted = Team(), 0
+    team, kernel, interrupted = Team(), Pieces(), 0
     team.run(2, kernel, 10, None)  # what is compiled is compiled now: LLVM's callbacks would swallow an interrupt
     for delay in np.linspace(0.01, 0.3, 12):
         try:
@@ -201,12 +152,12 @@ def test_an_interrupt_waits_for_the_pieces_under_way():
         except KeyboardInterrupt:
             interrupted += 1
         # The interrupt may have hit this thread's own piece, which then stays in the list; a helper's may not.
-        before = list(working)
+        before = list(kernel.working)
         time.sleep(0.1)
-        assert working == before, (working, before)
-        working.clear()
+        assert kernel.working == before, (kernel.working, before)
+        kernel.working.clear()
     assert interrupted == 12, interrupted
-"""
+    """
     )
     assert done.returncode == 0, done.stderr
 

@@ -57,8 +57,8 @@ def test_200_drifting_steps_are_exact(kernels, monkeypatch, density, flags, tail
     gradients = Gradients(N, 1, tail)
     for t in range(200):
         trainee.step(gradients.draw(0.995**t * (1 + 0.3 * math.sin(t / 15))))
-    assert trainee.tally.exact >= 0.99 * 200
-    assert trainee.tally.short_in_a_row <= 1
+    assert trainee.exact >= 0.99 * 200
+    assert trainee.most_short_in_a_row <= 1
     assert len(calls) <= 6, "nearly every step must do with its candidates"
 
 
@@ -102,7 +102,7 @@ def test_a_jump_of_the_gradient_is_caught_in_the_same_step(kernels, factor):
     for t in range(12):
         trainee.v[:] = 0
         trainee.step(gradients.draw(factor if t >= 6 else 1.0))
-    assert trainee.tally.exact == 12
+    assert trainee.exact == 12
 
 
 def test_a_flood_of_candidates_favours_no_position(kernels):
@@ -114,7 +114,7 @@ def test_a_flood_of_candidates_favours_no_position(kernels):
         positions = trainee.step(gradients.draw(1000.0 if t % 2 else 1.0))
         if t % 2:
             taken.append(positions)
-    assert trainee.tally.exact == 40
+    assert trainee.exact == 40
     middle = np.concatenate(taken).mean()
     # 2000 uniform positions: the mean's standard deviation is N / sqrt(12 * 2000).
     assert abs(middle - N / 2) < 4 * N / math.sqrt(12 * 2000)

@@ -1,17 +1,16 @@
-"""Shared by the exchange tests: N ranks as threads, and the algorithm written down once more, naively, as an oracle."""
-
-from dataclasses import dataclass, field
+"""Shared by the exchange tests: N ranks as threads, and what training without the package would give."""
 
 import numpy as np
 from fake_device import device
+from paddle_oracle import PaddleOracle
 
 from dgc.core.compressors import make_config
-from dgc.core.config import Schedule, entries_to_send
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.step import AS_BUILT
-from dgc.core.kernels.reference import ReferenceKernels, top_k
-from dgc.core.layout import Parameter, make_layout, sent_dense
+from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.layout import Parameter, make_layout
 from dgc.errors import DGCError
+from dgc.transport.hierarchical import HierarchicalTransport
 from dgc.transport.local import run_ranks
 
 SHAPES = {
@@ -49,9 +48,22 @@ def gradient(step, rank, index, numel, dtype="float32", seed=0):
     return (rng.standard_normal(numel) * 0.1).astype(dtype)
 
 
-def first_gradients(rank):
-    """One rank's gradients of step 0, of the usual parameters."""
-    return [gradient(0, rank, i, p.numel) for i, p in enumerate(parameters())]
+def gradients(step, rank, shapes=None, dtype="float32", seed=0):
+    """One rank's gradients of a step."""
+    return [gradient(step, rank, i, p.numel, dtype, seed) for i, p in enumerate(parameters(shapes, dtype))]
+
+
+def on_ranks(ranks, function, shapes=None, nodes=None, **options):
+    """Call ``function(exchange, rank)`` on each rank with an exchange of its own; returns what each rank returned."""
+
+    def one_rank(transport):
+        over = transport if nodes is None else HierarchicalTransport(transport, nodes)
+        exchange = make_exchange(over, shapes, **options)
+        found = function(exchange, transport.rank)
+        exchange.close()
+        return found
+
+    return run_ranks(ranks, one_rank)
 
 
 def run_step(exchange, gradients, params=None, *, order=None, limit=None, options=AS_BUILT):
@@ -64,10 +76,11 @@ def run_step(exchange, gradients, params=None, *, order=None, limit=None, option
 
 
 def same_results(expected, found):
-    """The same values, by step and parameter."""
+    """The same bits, by step and parameter."""
     for a, b in zip(expected, found, strict=True):
         for x, y in zip(a, b, strict=True):
             np.testing.assert_array_equal(x, y)
+            assert x.tobytes() == y.tobytes()
 
 
 def train(ranks, steps, *, shapes=None, lr=0.1, seed=0, dtype="float32", on_step=None, timeout=300, **options):
@@ -79,8 +92,7 @@ def train(ranks, steps, *, shapes=None, lr=0.1, seed=0, dtype="float32", on_step
         rng = np.random.default_rng(1)
         params = [rng.standard_normal(p.numel).astype(dtype) for p in specs]
         for step in range(steps):
-            grads = [gradient(step, transport.rank, i, p.numel, dtype, seed) for i, p in enumerate(specs)]
-            _, results = run_step(exchange, grads, params)
+            _, results = run_step(exchange, gradients(step, transport.rank, shapes, dtype, seed), params)
             for p, r in zip(params, results, strict=True):
                 p -= r.dtype.type(lr) * r
             if on_step:
@@ -110,58 +122,27 @@ def dense_sgd(
     return params
 
 
-@dataclass
-class Oracle:
-    """DGC as the paper and Paddle write it (Nesterov u as m * velocity), tensor by tensor, all ranks in one loop."""
-
-    ranks: int
-    options: dict
-    shapes: dict = field(default_factory=lambda: SHAPES)
-
-    def train(self, steps, lr=0.1, seed=0):
-        config = make_config({"min_numel": 64, "values": "float32", **self.options})
-        schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-        specs = parameters(self.shapes)
-        m, wd = config.momentum or 0.0, config.weight_decay or 0.0
-        rng = np.random.default_rng(1)
-        params = [rng.standard_normal(p.numel).astype("float32") for p in specs]
-        u = [[np.zeros(p.numel, np.float32) for p in specs] for _ in range(self.ranks)]
-        v = [[np.zeros(p.numel, np.float32) for p in specs] for _ in range(self.ranks)]
-        f = np.float32
-        for step in range(steps):
-            dense_step = step < schedule.begin
-            for i, p in enumerate(specs):
-                grads = [gradient(step, r, i, p.numel, seed=seed) for r in range(self.ranks)]
-                if dense_step or sent_dense(p, config):
-                    g = sum(grads) / f(self.ranks) + f(wd) * params[i]
-                    for r in range(self.ranks):
-                        u[r][i] = f(m) * u[r][i] + g
-                    result = g + f(m) * u[0][i] if config.nesterov else u[0][i]
-                    params[i] = params[i] - f(lr) * result
-                    continue
-                if step == config.rampup_begin_step and config.nesterov:
-                    for r in range(self.ranks):
-                        u[r][i] = u[r][i] * f(m)
-                total = np.zeros(p.numel, np.float32)
-                for r in range(self.ranks):
-                    g = grads[r]
-                    if config.local_grad_clip_norm is not None:
-                        norm = np.linalg.norm(g.astype(np.float64))
-                        g = g * f(min(1.0, config.local_grad_clip_norm * self.ranks**0.5 / norm))
-                    g = g + f(wd) * params[i]
-                    if config.nesterov:
-                        u[r][i] = f(m) * (u[r][i] + g)
-                        v[r][i] += u[r][i] + g
-                    else:
-                        u[r][i] = f(m) * u[r][i] + g
-                        v[r][i] += u[r][i]
-                    chosen = top_k(v[r][i], entries_to_send(p.numel, schedule.density(step)))
-                    total[chosen] += v[r][i][chosen]
-                    v[r][i][chosen] = 0
-                    if config.masks:
-                        u[r][i][chosen] = 0
-                params[i] = params[i] - f(lr) * (total / f(self.ranks))
-        return params
+def paper(ranks, options, steps):
+    """The trained parameters by :class:`PaddleOracle`, which is DGC as the paper and Paddle write it, in NumPy."""
+    config, specs = make_config(options), parameters()
+    rng = np.random.default_rng(1)
+    oracle = PaddleOracle(
+        [rng.standard_normal(p.numel) for p in specs],
+        ranks,
+        lr=0.1,
+        momentum=config.momentum,
+        begin=config.rampup_begin_step,
+        rampup_step=config.rampup_step,
+        sparsity=config.sparsity,
+        nesterov=config.nesterov,
+        clip=config.local_grad_clip_norm,
+        l2=[config.weight_decay or 0.0] * len(specs),
+        min_numel=64,
+        masking=config.masks,
+    )
+    for step in range(steps):
+        oracle.step([gradients(step, rank) for rank in range(ranks)])
+    return oracle.parameters
 
 
 def worst(actual, expected):
@@ -169,14 +150,14 @@ def worst(actual, expected):
     return max(np.abs(a - e).max() / np.abs(e).max() for a, e in zip(actual, expected, strict=True))
 
 
-def errors_of(ranks, function):
-    """Run on all ranks; returns each rank's error."""
+def errors_of(ranks, function, shapes=None, **options):
+    """As :func:`on_ranks`, but returns each rank's error, or None."""
 
-    def guarded(transport):
+    def guarded(exchange, rank):
         try:
-            function(transport)
+            function(exchange, rank)
         except DGCError as error:
             return error
         return None
 
-    return run_ranks(ranks, guarded)
+    return on_ranks(ranks, guarded, shapes, **options)

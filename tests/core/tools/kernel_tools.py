@@ -4,14 +4,15 @@ import os
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 
 from dgc.core.kernels import threads as threads_module
 from dgc.core.kernels.base import Kernels, SegmentWork
-from dgc.core.kernels.reference import top_k
+from dgc.core.kernels.reference import ReferenceKernels, top_k
 from dgc.core.kernels.threshold import new_thresholds
 
 FLAGS = [
@@ -77,30 +78,63 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.int32 if x.itemsize == 4 else np.int64)
 
 
-def check_selection(v: np.ndarray, w: SegmentWork, chosen: np.ndarray, *, exact: bool = False) -> bool:
+def check_selection(v: np.ndarray, w: SegmentWork, chosen: np.ndarray) -> bool:
     """Check one segment's bucket-flat positions against its v, (length,), before masking; returns whether exact."""
     expected = top_k(v, w.k)
     own = chosen - w.offset
     if len(own) == len(expected):
         np.testing.assert_array_equal(own, expected)
         return True
-    assert not exact, f"{len(own)} of {w.k}"
     assert 0.8 * w.k <= len(own) < w.k
     np.testing.assert_array_equal(own, top_k(v, len(own)))
     return False
 
 
-@dataclass
-class Tally:
-    """How many selections there were, how many were exactly the k largest, how many came short."""
+def same_bits(a, b):
+    """Equal bit for bit, except that one NaN is as good as another."""
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    kind = f"u{a.dtype.itemsize}"
+    different = (a.view(kind) != b.view(kind)) & ~(np.isnan(a) & np.isnan(b))
+    assert not different.any(), (np.flatnonzero(different)[:5], a[different][:5], b[different][:5])
 
-    steps: int = 0
-    exact: int = 0
-    short_in_a_row: int = 0
+
+def assert_same_selection(got, wanted):
+    np.testing.assert_array_equal(got.positions, wanted.positions)
+    assert got.positions.dtype == np.int64
+    same_bits(got.values, wanted.values)
+
+
+class Bucket:
+    """A bucket's state twice: on the device (through ``to_device`` and ``to_host``) and for the reference."""
+
+    def __init__(self, lengths, kernels, to_device=np.array, to_host=np.array):
+        offsets, n = offsets_of(lengths)
+        self.lengths, self.offsets = lengths, np.array([*offsets, n])
+        self.kernels, self.reference = kernels, ReferenceKernels()
+        self.to_device, self.to_host = to_device, to_host
+        self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+        self.device_u, self.device_v = to_device(self.u), to_device(self.v)
+        self.thresholds = new_thresholds(len(lengths))
+
+    def work(self, gradients, parameters, options):
+        """The same work for the device and for the reference."""
+        mine, theirs = [], []
+        for i, length in enumerate(self.lengths):
+            o = options[i] if isinstance(options, list) else options
+            g, p = gradients[i], None if parameters is None else parameters[i]
+            common = dict(offset=int(self.offsets[i]), length=length, **o)
+            mine.append(SegmentWork(self.to_device(g), None if p is None else self.to_device(p), **common))
+            theirs.append(SegmentWork(g, p, **common))
+        return mine, theirs
+
+    def assert_same_state(self):
+        same_bits(self.to_host(self.device_u), self.u)
+        same_bits(self.to_host(self.device_v), self.v)
 
 
 class Trainee:
-    """One tensor that is compressed step after step, each selection checked."""
+    """One tensor that is compressed step after step, each selection checked; ``exact`` counts those of k entries."""
 
     def __init__(self, kernels: Kernels, n: int, k: int, **flags: object) -> None:
         """Start from zeros."""
@@ -108,9 +142,7 @@ class Trainee:
         self.n, self.k, self.flags = n, k, flags
         self.u, self.v = np.zeros(n, np.float32), np.zeros(n, np.float32)
         self.thresholds = new_thresholds(1)
-        self.tally = Tally()
-        self.sent = np.zeros(n, np.float32)
-        self._short = 0
+        self.exact = self.most_short_in_a_row = self._short = 0
 
     def step(self, gradient: np.ndarray, k: int | None = None) -> np.ndarray:
         """Accumulate, select, check, mask; returns the positions."""
@@ -118,12 +150,33 @@ class Trainee:
         chosen = self.kernels.accumulate_and_select([work], self.u, self.v, self.thresholds)
         np.testing.assert_array_equal(chosen.values, self.v[chosen.positions])
         exact = check_selection(self.v, work, chosen.positions)
-        self.tally.steps += 1
-        self.tally.exact += exact
+        self.exact += exact
         self._short = 0 if exact else self._short + 1
-        self.tally.short_in_a_row = max(self.tally.short_in_a_row, self._short)
+        self.most_short_in_a_row = max(self.most_short_in_a_row, self._short)
         self.kernels.take_out(self.u, self.v, chosen.positions, chosen.values, masking=True)
         return chosen.positions
+
+
+class Pieces:
+    """A kernel whose pieces take a while, and which fails on one worker."""
+
+    def __init__(self):
+        self.lock, self.working = threading.Lock(), []
+
+    def __call__(self, worker, progress, pieces, fails):
+        while True:
+            with self.lock:
+                if progress[0] >= pieces:
+                    return
+                piece = int(progress[0])
+                progress[0] += 1
+            self.working.append(piece)
+            time.sleep(0.05)
+            self.working.remove(piece)
+            if worker == fails:
+                raise MemoryError("no room")
+            with self.lock:
+                progress[1] += 1
 
 
 ROOT = Path(__file__).parents[3]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from mpi4py import MPI
-from transport.workers.transport_contract import Carrier
+from transport_contract import Carrier
 from worker_tools import SkipCase, case, launch_rank, launch_size
 
 from dgc.core.collectives import SMALL_BYTES

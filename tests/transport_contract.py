@@ -14,42 +14,41 @@ from worker_tools import launch_rank, launch_size
 from dgc.core.collectives import REDUCTIONS, Transport
 from dgc.errors import TransportError
 
-RANK, SIZE = launch_rank(), launch_size()
-_promises = []
+PROMISES: list[Callable[["Carrier"], None]] = []
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """A kind of transport."""
+    """A kind of transport, on one of its ranks."""
 
     make: Callable[[], Transport]
     name: str
-    lengths: list[int]
+    lengths: Collection[int]
     in_rank_order: Collection[int]
     users_sum: Callable[[float], float]
+    rank: int = launch_rank()
+    size: int = launch_size()
 
     def keep_promises(self) -> None:
         """Register the cases below for this worker."""
-        for promise in _promises:
-            self._register(promise)
+        for promise in PROMISES:
 
-    def _register(self, promise: Callable[["Carrier"], None]) -> None:
-        def of_this_carrier() -> None:
-            promise(self)
+            def of_this_carrier(promise: Callable[["Carrier"], None] = promise) -> None:
+                promise(self)
 
-        of_this_carrier.__name__ = promise.__name__
-        register(of_this_carrier)
+            of_this_carrier.__name__ = promise.__name__
+            register(of_this_carrier)
 
 
 def case(promise):
     """Have ``keep_promises`` register it."""
-    _promises.append(promise)
+    PROMISES.append(promise)
     return promise
 
 
-def ranks_inputs(length, dtype):
+def ranks_inputs(size, length, dtype):
     """What every rank brings, known to all: widely spread values, so that each order of adding has other bits."""
-    draws = [np.random.default_rng((length, rank)) for rank in range(SIZE)]
+    draws = [np.random.default_rng((length, rank)) for rank in range(size)]
     return [(draw.standard_normal(length) * 10.0 ** draw.integers(-6, 6, length)).astype(dtype) for draw in draws]
 
 
@@ -64,7 +63,7 @@ def folded(inputs, op):
 def it_is_a_transport(carrier):
     transport = carrier.make()
     assert isinstance(transport, Transport)
-    assert (transport.rank, transport.size, transport.name) == (RANK, SIZE, carrier.name)
+    assert (transport.rank, transport.size, transport.name) == (carrier.rank, carrier.size, carrier.name)
     transport.close()
 
 
@@ -72,9 +71,9 @@ def it_is_a_transport(carrier):
 def allgather_puts_rank_r_in_row_r(carrier):
     transport = carrier.make()
     for length in (0, 1, 100, 3_000_000, *carrier.lengths):
-        out = np.zeros((SIZE, length), np.uint8)
-        transport.allgather(np.full(length, RANK + 5, np.uint8), out)
-        assert (out == np.arange(5, 5 + SIZE, dtype=np.uint8)[:, None]).all(), length
+        out = np.zeros((carrier.size, length), np.uint8)
+        transport.allgather(np.full(length, carrier.rank + 5, np.uint8), out)
+        assert (out == np.arange(5, 5 + carrier.size, dtype=np.uint8)[:, None]).all(), length
     transport.close()
 
 
@@ -83,21 +82,21 @@ def alltoall_sends_row_r_to_rank_r(carrier):
     transport = carrier.make()
     assert transport.has_alltoall
     for length in (0, 1, 100, 300_000):
-        message, out = np.empty((SIZE, length), np.uint8), np.zeros((SIZE, length), np.uint8)
-        message[...] = np.arange(SIZE)[:, None] + 10 * RANK
+        message, out = np.empty((carrier.size, length), np.uint8), np.zeros((carrier.size, length), np.uint8)
+        message[...] = np.arange(carrier.size)[:, None] + 10 * carrier.rank
         transport.alltoall(message, out)
-        assert (out == 10 * np.arange(SIZE, dtype=np.uint8)[:, None] + RANK).all(), length
+        assert (out == 10 * np.arange(carrier.size, dtype=np.uint8)[:, None] + carrier.rank).all(), length
     transport.close()
 
 
 @case
 def allgather_takes_a_read_only_message_without_a_warning(carrier):
     transport = carrier.make()
-    out = np.zeros((SIZE, 8), np.uint8)
+    out = np.zeros((carrier.size, 8), np.uint8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        transport.allgather(np.frombuffer(bytes([RANK] * 8), np.uint8), out)
-    assert (out == np.arange(SIZE, dtype=np.uint8)[:, None]).all()
+        transport.allgather(np.frombuffer(bytes([carrier.rank] * 8), np.uint8), out)
+    assert (out == np.arange(carrier.size, dtype=np.uint8)[:, None]).all()
     transport.close()
 
 
@@ -107,17 +106,17 @@ def allreduce_is_right_and_the_same_on_every_rank(carrier):
     transport = carrier.make()
     for dtype in (np.float32, np.float64):
         for length in carrier.lengths:
-            inputs = ranks_inputs(length, dtype)
+            inputs = ranks_inputs(carrier.size, length, dtype)
             for op in ("sum", "max"):
-                array = inputs[RANK].copy()
+                array = inputs[carrier.rank].copy()
                 transport.allreduce(array, op)
                 if op == "max" or length in carrier.in_rank_order:
                     assert array.tobytes() == folded(inputs, op).tobytes(), (dtype, length, op)
                     continue
                 exact = np.array(inputs, np.float64)
                 error, magnitude = np.abs(array - exact.sum(axis=0)), np.abs(exact).sum(axis=0)
-                assert (error <= magnitude * SIZE * np.finfo(dtype).eps).all(), (dtype, length)
-                digest, digests = hashlib.sha256(array).digest(), np.empty((SIZE, 32), np.uint8)
+                assert (error <= magnitude * carrier.size * np.finfo(dtype).eps).all(), (dtype, length)
+                digest, digests = hashlib.sha256(array).digest(), np.empty((carrier.size, 32), np.uint8)
                 transport.allgather(np.frombuffer(digest, np.uint8), digests)
                 assert (digests == digests[0]).all(), (dtype, length)
     transport.close()
@@ -127,13 +126,13 @@ def allreduce_is_right_and_the_same_on_every_rank(carrier):
 def max_keeps_a_nan_and_sums_keep_infinities(carrier):
     transport = carrier.make()
     for length in carrier.lengths:
-        array = np.full(length, float(RANK), np.float32)
-        if RANK == SIZE - 1:
+        array = np.full(length, float(carrier.rank), np.float32)
+        if carrier.rank == carrier.size - 1:
             array[0] = np.nan
         transport.allreduce(array, "max")
         assert np.isnan(array[0])
-        assert (array[1:] == SIZE - 1).all()
-        array = np.full(length, np.inf if RANK == 0 else 1.0, np.float32)
+        assert (array[1:] == carrier.size - 1).all()
+        array = np.full(length, np.inf if carrier.rank == 0 else 1.0, np.float32)
         transport.allreduce(array, "sum")
         assert np.isposinf(array).all()
     transport.close()
@@ -145,10 +144,10 @@ def two_transports_do_not_mix_their_messages_nor_with_the_users(carrier):
 
     def work(transport, value):
         for step in range(40):
-            array = np.full(50_000 if step % 2 else 1000, value + RANK, np.float64)
+            array = np.full(50_000 if step % 2 else 1000, value + carrier.rank, np.float64)
             transport.allreduce(array)
-            assert (array == value * SIZE + SIZE * (SIZE - 1) / 2).all()
-            out = np.empty((SIZE, 64), np.uint8)
+            assert (array == value * carrier.size + carrier.size * (carrier.size - 1) / 2).all()
+            out = np.empty((carrier.size, 64), np.uint8)
             transport.allgather(np.full(64, int(value), np.uint8), out)
             assert (out == int(value)).all()
         done.append(value)
@@ -157,7 +156,7 @@ def two_transports_do_not_mix_their_messages_nor_with_the_users(carrier):
     for thread in threads:
         thread.start()
     for step in range(40):
-        assert carrier.users_sum(float(step)) == step * SIZE
+        assert carrier.users_sum(float(step)) == step * carrier.size
     for thread in threads:
         thread.join()
     assert sorted(done) == [3.0, 7.0]
@@ -168,7 +167,7 @@ def two_transports_do_not_mix_their_messages_nor_with_the_users(carrier):
 @case
 def wrong_arguments_are_refused(carrier):
     transport = carrier.make()
-    floats, bytes_, rows = np.zeros(3, np.float32), np.zeros(3, np.int8), np.zeros((SIZE, 3), np.uint8)
+    floats, bytes_, rows = np.zeros(3, np.float32), np.zeros(3, np.int8), np.zeros((carrier.size, 3), np.uint8)
     for message, function, *arguments in (
         ("float32 or float64", transport.allreduce, np.zeros(3, np.int32)),
         ("op='min'", transport.allreduce, floats, "min"),
