@@ -14,7 +14,7 @@ from dgc.adapter.options import Compressing
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
-from dgc.tensorflow.reduce import ReduceOptions, Reducer
+from dgc.tensorflow.reduce import Reducer
 from dgc.tensorflow.tensors import Variable, raw_variable
 
 
@@ -48,8 +48,8 @@ def DistributedGradientTape(
         refuse_grouping(num_groups, groups)
         compression.use_op(op, gradient_predivide_factor)
         _check_optimizer(compression, process_set)
-        options = ReduceOptions(process_set=process_set, sparse_as_dense=sparse_as_dense)
-        reducer = Reducer(compression, options, user="a DistributedGradientTape")
+        user = "a DistributedGradientTape"
+        reducer = Reducer(compression, process_set=process_set, sparse_as_dense=sparse_as_dense, user=user)
 
         def reduce(gradients: list[Any], variables: list[Variable], _: bool) -> Sequence[Any]:
             return reducer.reduce(gradients, variables)[0]

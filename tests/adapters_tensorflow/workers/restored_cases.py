@@ -41,7 +41,7 @@ def fit(model, steps=STEPS, first=0, eager=True):
 
 def saved_by_one_process(**options):
     model = fit(distributed(m.alone(), **options), eager=False)
-    settings = model.optimizer._dgc_settings
+    settings = model.optimizer._dgc_reducer
     settings.options = dataclasses.replace(settings.options, process_set=None)  # what a job of one process would save
     return m.reloaded(model, load_silently)
 
