@@ -131,8 +131,9 @@ def get_momentum(optimizer: Optimizer) -> tuple[float, bool]:
 
 
 def is_cleared(optimizer: Optimizer) -> bool:
-    """Return whether :func:`clear_momentum` was called for this SGD, and no momentum was assigned since then."""
-    return isinstance(optimizer.momentum, Taken)
+    """Return whether a compressor has taken the momentum or beta_1, and none was assigned since then."""
+    beta1 = getattr(optimizer, "beta_1", None)
+    return isinstance(getattr(optimizer, "momentum", None), Taken) or getattr(beta1, "name", "").startswith(_BETA1)
 
 
 def clear_momentum(optimizer: Optimizer) -> None:
@@ -245,6 +246,8 @@ class FirstMoment:
     def give_back(self) -> None:
         """Give the optimizer back its beta_1, and with that its first moment, for good."""
         vars(self._optimizer)["beta_1"] = self.beta1
+        for slot in first_moments(self._optimizer) if self.is_taken else ():
+            slot.assign(tf.zeros(slot.shape, slot.dtype))  # it holds the last result
 
     def begin(self, hyper: Hyper, steps: int, scale: Callable[[float], None], *, selects: bool) -> None:
         """Set the options of all variables for a step.
@@ -309,6 +312,11 @@ class Adoption:
         """
         self.is_loss_scaled = without_loss_scale(optimizer) is not optimizer
         self.optimizer = optimizer = without_loss_scale(optimizer)
+        if is_cleared(optimizer):
+            raise ConfigError(
+                "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
+                "the compressor once, outside the training step"
+            )
         self.active = is_keras(optimizer, "SGD") and config.momentum is None
         self.left_for: str | None = None
         self._config = config
@@ -326,11 +334,6 @@ class Adoption:
                 self._keep_config()
             elif optimizer.beta_1:
                 self.left_for = found
-        if self.active and is_cleared(optimizer):
-            raise ConfigError(
-                "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
-                "the compressor once, outside the training step"
-            )
         self.momentum, self.nesterov = 0.0, False
         self.hyper = Hyper([], [], [], [])
         self.taken = False
@@ -364,7 +367,7 @@ class Adoption:
         momentum, nesterov = get_momentum(self.optimizer) if is_keras(self.optimizer, "SGD") else (0.0, False)
         own = self._config.momentum
         adopts = self.active and bool(self.taken or momentum)
-        if (adopts or own) and (found := before_momentum(self.optimizer)):
+        if (adopts or own or self.moment is not None) and (found := before_momentum(self.optimizer)):
             raise ConfigError(
                 f"the optimizer's {found} comes before momentum, and would act on the velocity that the compressor "
                 "makes: leave momentum to the optimizer (set the option before the compressor is built, or pass "

@@ -87,13 +87,10 @@ def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None)
                 "a tape does not know the optimizer: pass it to the compressor, Compression.dgc(optimizer=optimizer), "
                 "so that its momentum is taken over; or pass momentum=0 for plain error feedback"
             )
-        return
-    if not adoption.active or not adoption.momentum:
-        return
-    if adoption.is_loss_scaled and "loss_scale" not in compression.given_options:
+    elif adoption.is_loss_scaled and "loss_scale" not in compression.given_options:
         raise ConfigError(
-            "the optimizer scales the loss, and the momentum that was taken over must not be scaled with it: pass "
-            "loss_scale=optimizer to the compressor"
+            "the optimizer scales the loss, and the momentum and residuals that the compressor keeps from step to step "
+            "must not be scaled with it: pass loss_scale=optimizer to the compressor"
         )
 
 

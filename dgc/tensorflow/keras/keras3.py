@@ -6,14 +6,15 @@ Keras 3 passes this rank's gradients only to ``apply``, so ``apply`` exchanges t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import Optimizer, is_keras, make_slots
+from dgc.tensorflow.adoption import Optimizer, first_moments, is_keras, make_slots
 from dgc.tensorflow.reduce import Gradient, HasReducer, Reducer, scaled
 from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, Variable
 
@@ -103,6 +104,10 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
         else:
             setattr(self.inner_optimizer, name, value)
 
+    def exclude_from_weight_decay(self, *arguments: Any, **named: Any) -> None:
+        """Exclude variables from the weight decay of the user's optimizer."""
+        self.inner_optimizer.exclude_from_weight_decay(*arguments, **named)
+
     @property
     def momentum(self) -> float:
         """The user's momentum, whether the optimizer or the compressor applies it. A new value takes effect at once."""
@@ -136,6 +141,15 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
     def iterations(self) -> Any:
         """The number of steps that the user's optimizer has made."""
         return self.inner_optimizer.iterations
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Save the variables; in place of a first moment that the compressor applies, save 0."""
+        moment = None if self._dgc_reducer.adoption is None else self._dgc_reducer.adoption.moment
+        taken = first_moments(self.inner_optimizer) if moment is not None and moment.is_taken else []
+        results = {id(slot) for slot in taken}  # these slots hold the last results, and no running mean
+        for i, variable in enumerate(self.variables):
+            values = variable.numpy()
+            store[str(i)] = np.zeros_like(values) if id(variable) in results else values
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Load the variables that one process, several or a dense run has saved: see :func:`load_variables`."""
