@@ -177,7 +177,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     """Multiplies the learning rate by a function of the epoch; arguments are those of Horovod's callback.
 
-    ``momentum_correction`` has no effect: the compressor corrects the momentum at every change of the learning rate.
+    ``momentum_correction`` has no effect; it exists because Horovod's callback has it.
     """
 
     def __init__(
