@@ -26,7 +26,6 @@ import tensorflow as tf
 from machine import processor
 
 from dgc.core.collectives import Transport
-from dgc.core.exchange.step import Hyper
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
@@ -88,12 +87,10 @@ def main() -> None:
     graph(gradients)
     engine = compressor.engine
     assert engine is not None
-    group = engine.group_of(range(args.tensors))
-    hyper = Hyper.uniform(args.tensors, compressor.config)
     arrays = [np.asarray(g) for g in gradients]
 
     def null(given: list[np.ndarray], rate: float | None, values: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-        return [group._pool.take(i) for i in range(len(given))], APPLY
+        return [engine._pool.take(i) for i in range(len(given))], APPLY
 
     @tf.function
     def graph_null(given: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -101,7 +98,7 @@ def main() -> None:
 
     target, source = (np.ones(args.elements, np.float32) for _ in range(2))
     runs: dict[str, Callable[[], object]] = {
-        "core": lambda: group.run(group.indices, arrays, [], hyper, None, follows=True),
+        "core": lambda: engine.run(engine.members, arrays, None, [], follows=True),
         "graph": lambda: graph(gradients),
         "eager": lambda: reducer.reduce(gradients, variables),
         "crossing alone, graph": lambda: graph_null(gradients),
@@ -119,9 +116,9 @@ def main() -> None:
             if number >= WARM_UP:
                 seconds[name].append(spent)
                 if name == "core":
-                    seconds["compress phase"].append(group.exchange.stats.last.seconds["compress"])
+                    seconds["compress phase"].append(engine.exchange.stats.last.seconds["compress"])
     report = summary(args, seconds)
-    report["kernels"] = group.exchange.kernels.name
+    report["kernels"] = engine.exchange.kernels.name
     for name, value in report["milliseconds"].items():
         print(f"{name:<28}{value:10.2f} ms")
     print(f"{'10 % of compress + one copy':<28}{report['budget_ms']:10.2f} ms")

@@ -32,6 +32,9 @@ KERAS3, LEGACY = "keras", "tf_keras"
 KIN = ("Adam", "AdamW", "Nadam", "Adamax")
 
 
+_BETA1 = "dgc_beta_1"  # the name of the variable that replaces beta_1
+
+
 class Taken(float):
     """The zero that replaces an SGD's momentum while the compressor applies it. A user's zero has another type."""
 
@@ -74,15 +77,6 @@ def family(optimizer: object) -> str | None:
     return None
 
 
-def learning_rate(optimizer: Optimizer) -> Any:
-    """Return the learning rate that ``optimizer`` will apply in the current step: a number or a tensor."""
-    if family(optimizer) == LEGACY:
-        # With a schedule, its `learning_rate` still belongs to the previous step.
-        rate = optimizer._learning_rate
-        return rate(optimizer.iterations) if callable(rate) and not isinstance(rate, tf.Variable) else rate
-    return optimizer.learning_rate
-
-
 def without_loss_scale(optimizer: Optimizer) -> Any:
     """Return the optimizer inside Keras' LossScaleOptimizer, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
@@ -101,22 +95,11 @@ def before_momentum(optimizer: Optimizer) -> str | None:
     for name in _BEFORE_MOMENTUM:
         value = getattr(optimizer, name, None)
         # In Keras a threshold of 0 means no clipping, and a threshold may have any type that can be compared.
-        if value is not None and _is_positive(value):
-            return f"{name}={value}"
+        if value is not None:
+            with tf.init_scope():
+                if float(value) > 0:
+                    return f"{name}={value}"
     return None
-
-
-def _is_positive(value: Any) -> bool:
-    try:
-        with tf.init_scope():
-            return float(value) > 0
-    except (TypeError, ValueError):
-        return True
-
-
-def is_sgd(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is an SGD, whose momentum the compressor can apply."""
-    return is_keras(optimizer, "SGD")
 
 
 def is_keras(optimizer: Optimizer, name: str) -> bool:
@@ -148,8 +131,9 @@ def get_momentum(optimizer: Optimizer) -> tuple[float, bool]:
 
 
 def is_cleared(optimizer: Optimizer) -> bool:
-    """Return whether :func:`clear_momentum` was called for this SGD, and no momentum was assigned since then."""
-    return isinstance(optimizer.momentum, Taken)
+    """Return whether a compressor has taken the momentum or beta_1, and none was assigned since then."""
+    beta1 = getattr(optimizer, "beta_1", None)
+    return isinstance(getattr(optimizer, "momentum", None), Taken) or getattr(beta1, "name", "").startswith(_BETA1)
 
 
 def clear_momentum(optimizer: Optimizer) -> None:
@@ -219,7 +203,12 @@ def slots_of(optimizer: Optimizer, slots: Sequence[Any], variables: Sequence[Var
     return [raw_variable(known.get(id(raw_variable(v)))) for v in variables]
 
 
-# A function that loads u of a variable: (place in the group, (numel,) values, the learning rate that these contain).
+def first_moments(optimizer: Optimizer) -> list[Any]:
+    """Return the slots in which Keras 3's Adam and its relatives keep their first moment."""
+    return list(getattr(optimizer, "_momentums", getattr(optimizer, "_m", None)) or [])
+
+
+# A function that loads u of a variable: (place among the members, (numel,) values, the learning rate in these).
 Absorb = Callable[[int, np.ndarray, "float | None"], None]
 
 
@@ -243,7 +232,7 @@ class FirstMoment:
         self.is_taken, self.beta1 = False, float(optimizer.beta_1)
         self._former = self.beta1
         with tf.init_scope():
-            self._variable = tf.Variable(self.beta1, trainable=False, dtype=tf.float32, name="dgc_beta_1")
+            self._variable = tf.Variable(self.beta1, trainable=False, dtype=tf.float32, name=_BETA1)
         self.earlier_steps: int | None = None
         self.follow()
 
@@ -257,10 +246,8 @@ class FirstMoment:
     def give_back(self) -> None:
         """Give the optimizer back its beta_1, and with that its first moment, for good."""
         vars(self._optimizer)["beta_1"] = self.beta1
-
-    def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return ``config``, the optimizer's configuration, with the user's beta_1."""
-        return {**config, "beta_1": self.beta1} if config.get("beta_1") is self._variable else config
+        for slot in first_moments(self._optimizer) if self.is_taken else ():
+            slot.assign(tf.zeros(slot.shape, slot.dtype))  # it holds the last result
 
     def begin(self, hyper: Hyper, steps: int, scale: Callable[[float], None], *, selects: bool) -> None:
         """Set the options of all variables for a step.
@@ -279,10 +266,9 @@ class FirstMoment:
     def absorb(self, variables: Sequence[Variable], steps: int, absorb: Absorb) -> None:
         """When selection begins, turn Adam's moments after ``steps`` dense steps into u, with bias correction."""
         made = steps + (self.earlier_steps or 0)
-        slots = getattr(self._optimizer, "_momentums", getattr(self._optimizer, "_m", None))
-        if not (self.is_taken and made and slots):
+        if not (self.is_taken and made):
             return
-        for place, slot in enumerate(slots_of(self._optimizer, slots, variables)):
+        for place, slot in enumerate(slots_of(self._optimizer, first_moments(self._optimizer), variables)):
             values = None if slot is None else np.asarray(slot)
             if values is not None and values.any():
                 absorb(place, values.reshape(-1) / values.dtype.type(bias_correction(self.beta1, made)), None)
@@ -293,7 +279,7 @@ class FirstMoment:
         if tf.executing_eagerly():
             self._variable.assign(value())
             return
-        beta1 = tf.numpy_function(value, [verdict], tf.float32, name="dgc_beta_1")
+        beta1 = tf.numpy_function(value, [verdict], tf.float32, name=_BETA1)
         beta1.set_shape(())
         self._variable.assign(beta1)
 
@@ -326,7 +312,12 @@ class Adoption:
         """
         self.is_loss_scaled = without_loss_scale(optimizer) is not optimizer
         self.optimizer = optimizer = without_loss_scale(optimizer)
-        self.active = is_sgd(optimizer) and config.momentum is None
+        if is_cleared(optimizer):
+            raise ConfigError(
+                "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
+                "the compressor once, outside the training step"
+            )
+        self.active = is_keras(optimizer, "SGD") and config.momentum is None
         self.left_for: str | None = None
         self._config = config
         if leaves_zeros(config):
@@ -343,23 +334,20 @@ class Adoption:
                 self._keep_config()
             elif optimizer.beta_1:
                 self.left_for = found
-        if self.active and is_cleared(optimizer):
-            raise ConfigError(
-                "another compressor has taken this optimizer's momentum already, and residuals cannot be shared: build "
-                "the compressor once, outside the training step"
-            )
         self.momentum, self.nesterov = 0.0, False
         self.hyper = Hyper([], [], [], [])
         self.taken = False
         self.take()
         warn_of_first_moment(type(optimizer).__name__, getattr(optimizer, "beta_1", None), config.momentum)
 
-    def learning_rate(self, optimizer: Optimizer | None = None) -> tf.Tensor | float | None:
-        """Return the current step's learning rate; None if it is not known.
-
-        If Horovod's copy of the optimizer steps, ``optimizer`` is this copy.
-        """
-        return None if self.optimizer is None else learning_rate(optimizer or self.optimizer)
+    def learning_rate(self, copy: Optimizer | None = None) -> Any:
+        """Return the rate that the optimizer, or Horovod's copy of it, will apply in this step; None if not known."""
+        optimizer: Any = None if self.optimizer is None else copy or self.optimizer
+        if family(optimizer) != LEGACY:
+            return getattr(optimizer, "learning_rate", None)
+        # With a schedule, legacy Keras' `learning_rate` still belongs to the previous step.
+        rate = optimizer._learning_rate
+        return rate(optimizer.iterations) if callable(rate) and not isinstance(rate, tf.Variable) else rate
 
     @property
     def steps(self) -> int:
@@ -376,10 +364,10 @@ class Adoption:
         """
         if self.moment is not None:
             self.moment.follow()
-        momentum, nesterov = get_momentum(self.optimizer) if is_sgd(self.optimizer) else (0.0, False)
+        momentum, nesterov = get_momentum(self.optimizer) if is_keras(self.optimizer, "SGD") else (0.0, False)
         own = self._config.momentum
         adopts = self.active and bool(self.taken or momentum)
-        if (adopts or own) and (found := before_momentum(self.optimizer)):
+        if (adopts or own or self.moment is not None) and (found := before_momentum(self.optimizer)):
             raise ConfigError(
                 f"the optimizer's {found} comes before momentum, and would act on the velocity that the compressor "
                 "makes: leave momentum to the optimizer (set the option before the compressor is built, or pass "
@@ -417,7 +405,7 @@ class Adoption:
     def follow(self, optimizer: Optimizer | None) -> None:
         """Take the momentum of Horovod's copy of the optimizer, because the copy makes the steps."""
         copy = without_loss_scale(optimizer)
-        if self.taken and copy is not self.optimizer and is_sgd(copy):
+        if self.taken and copy is not self.optimizer and is_keras(copy, "SGD"):
             clear_momentum(copy)
             self.optimizer = copy
             self._keep_config()
@@ -443,7 +431,7 @@ class Adoption:
             return found
         prepare_slots(self.optimizer, all_variables)
         with tf.init_scope():
-            rate = float(learning_rate(self.optimizer))
+            rate = float(self.learning_rate())
             factor = -1.0 / rate if rate else 0.0
             for index, slot in enumerate(momentum_slots(self.optimizer, variables)):
                 if slot is None:
@@ -457,16 +445,18 @@ class Adoption:
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return ``config``, the optimizer's configuration, with the user's momentum, as in a dense run."""
-        if self.moment is not None:
-            return self.moment.config(config)
-        # If the user, or a schedule, has assigned a momentum since the last step, the optimizer holds it.
-        is_here = self.taken and is_cleared(self.optimizer) and "momentum" in config
-        return {**config, "momentum": self.momentum} if is_here else config
+        # If the user, or a schedule, has assigned a value since the last step, the optimizer holds it.
+        if self.moment is not None and isinstance(config.get("beta_1"), tf.Variable):
+            return {**config, "beta_1": self.moment.beta1}
+        return {**config, "momentum": self.momentum} if isinstance(config.get("momentum"), Taken) else config
 
     def _keep_config(self) -> None:
         """Let the optimizer's ``get_config()`` return the user's momentum."""
         # Set on the instance: a new class would be saved with the model, and could not be loaded without dgc.
-        self.optimizer.get_config = functools.partial(_own_config, self)
+        self.optimizer.get_config = self._own_config
+
+    def _own_config(self) -> dict[str, Any]:
+        return self.config(type(self.optimizer).get_config(self.optimizer))
 
 
 def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
@@ -485,10 +475,6 @@ def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def _own_config(adoption: Adoption) -> dict[str, Any]:
-    return adoption.config(type(adoption.optimizer).get_config(adoption.optimizer))
 
 
 def is_adaptive(optimizer: Optimizer | None) -> bool:

@@ -24,7 +24,7 @@ from dgc.adapter.warm_up import compiled
 from dgc.core.collectives import Transport
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange, LossScale
-from dgc.core.exchange.step import Hyper, StepOptions
+from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Layout, make_layout
 from dgc.core.message import Flags
@@ -49,178 +49,6 @@ from dgc.tensorflow.tensors import (
 ENDED = Flags.BY_TRAINING
 
 
-class Group:
-    """The variables of a model that had gradients in the first step, and the core's exchange of them.
-
-    Attributes:
-        indices: places of the group's variables in the model.
-        exchange: the core's exchange; its parameters are in the order of ``indices``.
-    """
-
-    def __init__(
-        self,
-        indices: Sequence[int],
-        layout: Layout,
-        variables: Sequence[Variable],
-        config: DGCConfig,
-        transport: Transport,
-        loss_scale: LossScale,
-    ) -> None:
-        """Allocate the state. All ranks must have agreed on the variables."""
-        self.indices = tuple(indices)
-        self._places = {index: place for place, index in enumerate(self.indices)}
-        self.names = [p.name for p in layout.parameters]
-        kernels = compiled(config, lambda: choose_kernels("cpu"), lambda chosen: chosen)
-        self.exchange = Exchange(layout, config, transport, kernels, loss_scale=loss_scale)
-        shapes = [p.shape for p in layout.parameters]
-        wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
-        self._pool = ResultPool(shapes, wide)
-        self._limits = [largest_finite(raw_variable(v).dtype) for v in variables]
-        self._variables = list(variables)
-        self._runs = 0
-        self.rate: float | None = None  # the learning rate that u contains, if the adopted velocity contains one
-
-    def run(
-        self,
-        indices: Sequence[int],
-        gradients: Sequence[np.ndarray],
-        parameters: Sequence[np.ndarray],
-        hyper: Hyper,
-        learning_rate: float | None,
-        *,
-        follows: bool,
-        joins: int = 0,
-    ) -> tuple[list[np.ndarray], int]:
-        """Exchange one step; return results in the variables' shapes, float32 or float64, and APPLY or REFUSED.
-
-        Args:
-            indices: the variables that have a gradient, ascending; the others do not change on any rank.
-            gradients: the gradients of these variables.
-            parameters: the values of these variables; empty if no weight decay needs them.
-            hyper: the options of all variables of the model.
-            learning_rate: the learning rate, which is the same on all ranks.
-            follows: whether the adopted velocity contains the learning rate.
-            joins: flags of a rank that takes part without data.
-        """
-        self._count_run()
-        given = [self._places[i] for i in indices]
-        absent = sorted(set(range(len(self.indices))).difference(given))
-        # The ranks compare these numbers in every step, so a variable that only some of them leave out is an error.
-        compared = () if learning_rate is None else (learning_rate,)
-        hyper = hyper.chosen(self.indices, (*compared, *(-1.0 - place for place in absent)))
-        if learning_rate is not None and follows:
-            self.follow(learning_rate)
-        # Keras adds lr * g to its velocity. At a learning rate of 0, nothing is added, and the results move no
-        # variable. So momentum and residuals must not change either.
-        before = self.exchange.state.copy() if learning_rate == 0.0 and follows else None
-        for place in absent:
-            hyper.weight_decay[place] = 0.0
-        self.exchange.begin(StepOptions(hyper, joins=joins))
-        for place in absent:
-            nothing = self._pool.take(place).reshape(-1)
-            nothing.fill(0)
-            self.exchange.submit(place, nothing, nothing, absent=True)
-        results = []
-        for number, (place, gradient) in enumerate(zip(given, gradients, strict=True)):
-            wanted = self.exchange.layout.parameters[place].shape
-            if tuple(gradient.shape) != wanted:
-                self.exchange.fail(
-                    LayoutError(
-                        f"the gradient of {self.names[place]!r} is {tuple(gradient.shape)}, the variable was {wanted} "
-                        "when the compressor was built; build a new compressor when variables change"
-                    ),
-                    place,
-                )
-            result = self._pool.take(place)
-            parameter = as_array(parameters[number]) if parameters else None
-            self.exchange.submit(place, as_array(gradient), result.reshape(-1), parameter, self._limits[place])
-            results.append(result)
-        refused = self.exchange.finish()
-        self._require_all_ended()
-        if before is not None:
-            before.step = self.exchange.state.step
-            self.exchange.state.assign(before)
-        return results, REFUSED if refused else APPLY
-
-    def fail(self, error: DGCError) -> NoReturn:
-        """Raise ``error`` here and its text on all other ranks, which are in the same step or will enter it."""
-        try:
-            self._count_run()  # the other ranks do this next
-        except DGCError as other:
-            raise error from other
-        self.exchange.fail(error)
-
-    def absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
-        """Load a dense run's momentum buffer, which contains ``learning_rate``, for the group's variable ``place``."""
-        self.exchange.state.absorb_momentum(place, u)
-        self.rate = learning_rate
-
-    def use(self, layout: Layout) -> None:
-        """Continue with another layout of the same variables, and with empty state."""
-        if layout != self.exchange.layout:
-            before, kernels = self.exchange, choose_kernels("cpu")
-            before.close()
-            self.exchange = Exchange(layout, before.config, before.transport, kernels, loss_scale=before.loss_scale)
-            self.exchange.stats = before.stats
-            self.names = [p.name for p in layout.parameters]
-
-    def compare_again(self) -> None:
-        """Compare the ranks' variables again before the next exchange. Call it on all ranks."""
-        self._runs = min(self._runs, 1)
-
-    def forget(self) -> None:
-        """Set residuals and momentum to 0; keep the schedule and the statistics."""
-        for bucket in self.exchange.state.buckets:
-            bucket.u.fill(0)
-            bucket.v.fill(0)
-            bucket.clear_error()
-
-    def release(self) -> None:
-        """Free the memory of a closed group."""
-        self._pool = ResultPool([], [])
-        for bucket in self.exchange.state.buckets:
-            bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
-            bucket.error, bucket.w = bucket.error[:0].copy(), bucket.w[:0].copy()
-            bucket.owned_error = bucket.owned_error[:0].copy()
-
-    def _require_all_ended(self) -> None:
-        """Raise an error on all ranks if a callback has ended ``fit()`` on only some of them."""
-        ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & ENDED)
-        if 0 < len(ended) < self.exchange.transport.size:
-            raise ConfigError(
-                f"a callback has ended fit() on rank {ended[0]} while others still train: a callback such as "
-                "EarlyStopping must see the same values on all ranks; place MetricAverageCallback before it in the "
-                "list of callbacks"
-            )
-
-    def _count_run(self) -> None:
-        """Count a step, and compare the replicas before the second step.
-
-        They are not compared before the first step, because Keras broadcasts an unbuilt model after that step.
-        """
-        if self._runs == 1:
-            require_replicas(
-                self.exchange.transport.whole,
-                {n: samples(v) for n, v in zip(self.names, self._variables, strict=True)},
-                "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add dgc.callbacks."
-                "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
-                tolerance=1e-6,  # different processors may round the first step differently
-            )
-        self._runs += 1
-
-    def scale_momentum(self, factor: float) -> None:
-        """Multiply u by ``factor``."""
-        for bucket in self.exchange.state.buckets:
-            bucket.u *= bucket.u.dtype.type(factor)
-
-    def follow(self, learning_rate: float) -> None:
-        """Multiply u by lr_old/lr_new, unless the learning rate is 0 and nothing moves in this step."""
-        if self.rate is not None and learning_rate not in (0.0, self.rate):
-            self.scale_momentum(self.rate / learning_rate)
-        if learning_rate or self.rate is None:
-            self.rate = learning_rate
-
-
 _BYTES = 12  # bytes of one element's gradient, momentum and residual in float32
 DENSE, NONE = "dense", "none"  # the kinds of gradient that a variable may have
 
@@ -230,8 +58,10 @@ class Engine(EngineBase):
 
     Attributes:
         variables: the variables that the compressor was built for, in registration order.
-        group: the variables that are exchanged; None before the first step.
         kinds: DENSE or NONE for each variable's gradient; None before the first step.
+        members: indices of the variables that are exchanged, which had gradients in the first step; empty before it.
+        exchange: the core's exchange of the members, in their order; missing before the first step.
+        rate: the learning rate that u contains, if the adopted velocity contains one.
     """
 
     what = "variables"
@@ -240,6 +70,7 @@ class Engine(EngineBase):
         "creation: create the same ones on every rank, or give them names."
     )
     adoption: Adoption
+    exchange: Exchange
 
     def __init__(
         self,
@@ -258,7 +89,9 @@ class Engine(EngineBase):
         self._loss_scale = loss_scale
         self._lacks_residuals = lacks_residuals
         self._index = {id(v): i for i, v in enumerate(self.variables)}
-        self.group: Group | None = None
+        self.members: tuple[int, ...] = ()
+        self.rate: float | None = None
+        self._runs = 0
         self.kinds: tuple[str, ...] | None = None
         self._seen: list[np.ndarray] = []
         self._dense: set[int] = set()
@@ -371,59 +204,176 @@ class Engine(EngineBase):
         except ConfigError as error:
             self.fail_in_step(error)
 
-    def follow_moment(self, group: Group) -> None:
-        """Set the options for a step of a group whose first moment the compressor may apply."""
-        if (moment := self.adoption.moment) is None:
-            return
-        first, steps = group.exchange.selects_from, group.exchange.state.step
-        selects = first is not None and steps >= first and self.layout.sparse_numel > 0
-        moment.begin(self.adoption.hyper, steps, group.scale_momentum, selects=selects)
-        if steps == first:
-            moment.absorb([self.variables[i] for i in group.indices], steps, group.absorb)
-
-    def group_of(self, indices: Sequence[int]) -> Group:
-        """Return the group, which must hold these variables and those without a gradient. The first call makes it."""
-        if self.group is None:
-            variables, layout = [self.variables[i] for i in indices], self._layout_of(indices)
-            self.group = Group(indices, layout, variables, self._config, self.between, self._loss_scale)
-            self._exchange = self.group.exchange
-            self._close_when_dropped()
+    def require_members(self, indices: Sequence[int]) -> None:
+        """Require that the exchange has these variables and those without a gradient. The first call makes it."""
+        if self._exchange is None:
+            self._open_exchange(indices)
             self._absorb_slots()
-        elif (given := set(indices)) != {i for i in self.group.indices if i in self._dense or i in given}:
+        elif (given := set(indices)) != {i for i in self.members if i in self._dense or i in given}:
             self.fail(
                 LayoutError(
                     f"{self.names[indices[0]]!r} is exchanged together with other variables than in the first step; "
                     "the set of gradients must stay, or build a new compressor"
                 )
             )
-        return self.group
 
-    def exchange(
+    def _open_exchange(self, indices: Sequence[int]) -> None:
+        """Allocate the state of these variables. All ranks must have agreed on them."""
+        self.members, stats = tuple(indices), self.stats
+        if self._exchange is not None:
+            self._exchange.close()
+        layout = self._layout_of(indices)
+        kernels = compiled(self._config, lambda: choose_kernels("cpu"), lambda chosen: chosen)
+        self._exchange = self.exchange = Exchange(
+            layout, self._config, self.between, kernels, loss_scale=self._loss_scale
+        )
+        self.exchange.stats = stats
+        wide = [np.float64 if p.dtype == "float64" else np.float32 for p in layout.parameters]
+        self._pool = ResultPool([p.shape for p in layout.parameters], wide)
+        self._close_when_dropped()
+
+    def step(
         self,
         indices: Sequence[int],
         gradients: Sequence[np.ndarray],
         learning_rate: float | None,
         parameters: Sequence[np.ndarray],
     ) -> tuple[list[np.ndarray], int]:
-        """Exchange one step of these variables: see :meth:`Group.run`."""
+        """Exchange one step of these variables; see :meth:`run`."""
         self.require_open("gradient() or apply_gradients()")
         self.take_momentum()  # here and not in begin(), because a new momentum does not cause a graph to be retraced
         if self._left_at:
             self._warn_of_loss()
         follows = self.adoption.taken
-        group = self.group
-        assert group is not None, "it was made with the graph"
-        self.follow_moment(group)
-        made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
+        made = self.run(indices, gradients, learning_rate, parameters, follows=follows)
         if self.observers:
             self._tell_observers()
         return made
 
+    def run(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[np.ndarray],
+        learning_rate: float | None,
+        parameters: Sequence[np.ndarray],
+        *,
+        follows: bool,
+        joins: int = 0,
+    ) -> tuple[list[np.ndarray], int]:
+        """Exchange one step; return results in the variables' shapes, float32 or float64, and APPLY or REFUSED.
+
+        Args:
+            indices: the variables that have a gradient, ascending; the others do not change on any rank.
+            gradients: the gradients of these variables.
+            learning_rate: the learning rate, which is the same on all ranks.
+            parameters: the values of these variables; empty if no weight decay needs them.
+            follows: whether the adopted velocity contains the learning rate.
+            joins: flags of a rank that takes part without data.
+        """
+        exchange = self.exchange
+        self._follow_moment()
+        self._count_run()
+        places = {index: place for place, index in enumerate(self.members)}
+        given = [places[i] for i in indices]
+        absent = sorted(set(places.values()).difference(given))
+        # The ranks compare these numbers in every step, so a variable that only some of them leave out is an error.
+        compared = () if learning_rate is None else (learning_rate,)
+        hyper = self.adoption.hyper.chosen(self.members, (*compared, *(-1.0 - place for place in absent)))
+        if learning_rate is not None and follows:
+            self.follow(learning_rate)
+        # Keras adds lr * g to its velocity. At a learning rate of 0, nothing is added, and the results move no
+        # variable. So momentum and residuals must not change either.
+        before = exchange.state.copy() if learning_rate == 0.0 and follows else None
+        for place in absent:
+            hyper.weight_decay[place] = 0.0
+        exchange.begin(StepOptions(hyper, joins=joins))
+        for place in absent:
+            nothing = self._pool.take(place).reshape(-1)
+            nothing.fill(0)
+            exchange.submit(place, nothing, nothing, absent=True)
+        results = []
+        for number, (place, gradient) in enumerate(zip(given, gradients, strict=True)):
+            wanted = exchange.layout.parameters[place]
+            if tuple(gradient.shape) != wanted.shape:
+                exchange.fail(
+                    LayoutError(
+                        f"the gradient of {wanted.name!r} is {tuple(gradient.shape)}, the variable was {wanted.shape} "
+                        "when the compressor was built; build a new compressor when variables change"
+                    ),
+                    place,
+                )
+            result, limit = self._pool.take(place), largest_finite(self.variables[indices[number]].dtype)
+            parameter = as_array(parameters[number]) if parameters else None
+            exchange.submit(place, as_array(gradient), result.reshape(-1), parameter, limit)
+            results.append(result)
+        refused = exchange.finish()
+        self._require_all_ended()
+        if before is not None:
+            before.step = exchange.state.step
+            exchange.state.assign(before)
+        return results, REFUSED if refused else APPLY
+
+    def _follow_moment(self) -> None:
+        """Set the options for this step of a first moment that the compressor may apply."""
+        if (moment := self.adoption.moment) is None:
+            return
+        first, steps = self.exchange.selects_from, self.exchange.state.step
+        selects = first is not None and steps >= first and self.layout.sparse_numel > 0
+        moment.begin(self.adoption.hyper, steps, self._scale_momentum, selects=selects)
+        if steps == first:
+            moment.absorb([self.variables[i] for i in self.members], steps, self._absorb)
+
+    def _require_all_ended(self) -> None:
+        """Raise an error on all ranks if a callback has ended ``fit()`` on only some of them."""
+        ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & ENDED)
+        if 0 < len(ended) < self.between.size:
+            raise ConfigError(
+                f"a callback has ended fit() on rank {ended[0]} while others still train: a callback such as "
+                "EarlyStopping must see the same values on all ranks; place MetricAverageCallback before it in the "
+                "list of callbacks"
+            )
+
+    def _count_run(self) -> None:
+        """Count a step, and compare the replicas before the second step.
+
+        They are not compared before the first step, because Keras broadcasts an unbuilt model after that step.
+        """
+        if self._runs == 1:
+            require_replicas(
+                self.between.whole,
+                {self.names[i]: samples(self.variables[i]) for i in self.members},
+                "before the first step call hvd.broadcast_variables(variables, root_rank=0), or add dgc.callbacks."
+                "BroadcastGlobalVariablesCallback(0) to the callbacks of fit() (and build the model before it)",
+                tolerance=1e-6,  # different processors may round the first step differently
+            )
+        self._runs += 1
+
+    def _absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
+        """Load a dense run's momentum buffer, which contains ``learning_rate``, for a member."""
+        self.exchange.state.absorb_momentum(place, u)
+        self.rate = learning_rate
+
+    def _scale_momentum(self, factor: float) -> None:
+        """Multiply u by ``factor``."""
+        for bucket in self.exchange.state.buckets:
+            bucket.u *= bucket.u.dtype.type(factor)
+
+    def follow(self, learning_rate: float) -> None:
+        """Multiply u by lr_old/lr_new, unless the learning rate is 0 and nothing moves in this step."""
+        if self.rate is not None and learning_rate not in (0.0, self.rate):
+            self._scale_momentum(self.rate / learning_rate)
+        if learning_rate or self.rate is None:
+            self.rate = learning_rate
+
     def fail(self, error: DGCError) -> NoReturn:
-        """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange."""
-        if self.group is not None:
-            self.group.fail(error)
-        raise error
+        """Raise ``error`` here, and its text on all other ranks, which are in the same step or will enter it."""
+        if self._exchange is None:
+            raise error
+        try:
+            self._count_run()  # the other ranks do this next
+        except DGCError as other:
+            raise error from other
+        self._exchange.fail(error)
 
     def fail_in_step(self, error: DGCError) -> NoReturn:
         """Raise ``error`` on all ranks, which are in the same step. Unlike :meth:`fail`, it works in the first step."""
@@ -435,9 +385,9 @@ class Engine(EngineBase):
     # -- saving, ending ------------------------------------------------------------------------------------------
 
     def _extra_state(self) -> dict[str, Any]:
-        moment, rate = self.adoption.moment, None if self.group is None else self.group.rate
+        moment = self.adoption.moment
         earlier = None if moment is None else moment.earlier_steps
-        return {"rate": rate, "kinds": list(self.kinds or ()), "names": self.names, "earlier_steps": earlier}
+        return {"rate": self.rate, "kinds": list(self.kinds or ()), "names": self.names, "earlier_steps": earlier}
 
     def _take_state(self, saved: dict[str, Any]) -> None:
         self._left_at = 0
@@ -456,12 +406,11 @@ class Engine(EngineBase):
             self.kinds = tuple(saved["kinds"])
         if self.adoption.moment is not None:
             self.adoption.moment.earlier_steps = saved.get("earlier_steps")
-        group = self.group_of(sorted(names[name] for name in saved["parameters"]))
-        group.use(self._layout_of(group.indices))
-        group.exchange.load_state_dict(saved)
-        group.rate = saved.get("rate")
-        self._exchange = group.exchange
-        self._close_when_dropped()
+        self.require_members(sorted(names[name] for name in saved["parameters"]))
+        if self._layout_of(self.members) != self.exchange.layout:
+            self._open_exchange(self.members)
+        self.exchange.load_state_dict(saved)
+        self.rate = saved.get("rate")
         self.layout = self._layout_of(range(len(self.variables)))
 
     def remember(self) -> None:
@@ -475,19 +424,25 @@ class Engine(EngineBase):
 
     def begin_anew(self, forget: bool) -> None:
         """Continue with variables that were broadcast. Call it on all ranks. ``forget`` makes the state empty."""
-        if self.group is None:
+        if self._exchange is None:
             return
         if forget:
-            self.group.forget()
+            for bucket in self._exchange.state.buckets:
+                bucket.u.fill(0)
+                bucket.v.fill(0)
+                bucket.clear_error()
             self._has_loaded, self._has_slots, self._lacks_residuals = True, False, True
             self._left_at = self.adoption.steps
-        self.group.compare_again()
+        self._runs = min(self._runs, 1)
 
     def close(self, keep_transport: bool = False) -> None:
         """End the communication thread and free the memory. Options and statistics stay."""
         super().close(keep_transport)
-        if self.group is not None:
-            self.group.release()
+        self._pool = ResultPool([], [])
+        for bucket in self._exchange.state.buckets if self._exchange is not None else ():
+            bucket.u, bucket.v = bucket.u[:0].copy(), bucket.v[:0].copy()
+            bucket.error, bucket.w = bucket.error[:0].copy(), bucket.w[:0].copy()
+            bucket.owned_error = bucket.owned_error[:0].copy()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state."""
@@ -499,8 +454,7 @@ class Engine(EngineBase):
         self._left_at = 0
         if self.adoption.moment is not None:
             self.adoption.moment.earlier_steps = self.adoption.steps
-        if self.group is not None:
-            self.group.rate = None
+        self.rate = None
         # The script may have loaded another model, whose optimizer has a dense run's slots.
         self._has_loaded = True
 
@@ -549,9 +503,9 @@ class Engine(EngineBase):
         self._config = dataclasses.replace(self._config, include=include, exclude=exclude)
 
     def _absorb_slots(self) -> None:
-        if self.group is not None:
-            members = [self.variables[i] for i in self.group.indices]
-            self._has_slots |= self.adoption.absorb_slots(members, self.variables, self.group.absorb)
+        if self._exchange is not None:
+            members = [self.variables[i] for i in self.members]
+            self._has_slots |= self.adoption.absorb_slots(members, self.variables, self._absorb)
 
     def _warn_of_loss(self) -> None:
         """Warn about momentum and residuals that are lost if a model was loaded without its compressor's state."""

@@ -114,25 +114,6 @@ class HorovodTransport(FrameworkTransport):
         return self._hvd.is_initialized()
 
 
-class CommonNames:
-    """Names of collectives that are the same on all ranks: variables are numbered in the order of their first use.
-
-    Keras' own names contain counters, which differ on a rank that has built another model before.
-    """
-
-    def __init__(self, kind: str) -> None:
-        """``kind`` becomes a part of the names."""
-        self._kind, self._prefix = kind, ""
-        self._known: dict[int, tuple[str, Any]] = {}
-
-    def of(self, variable: tf.Variable, process_set: ProcessSet) -> str:
-        """Return the name for a variable, and keep the variable alive. The first call is collective."""
-        if not self._prefix:
-            self._prefix = HOROVOD.of(process_set).unique_name(f"dgc.{self._kind}")
-        name, _ = self._known.setdefault(id(variable), (f"{self._prefix}.{len(self._known)}", variable))
-        return name
-
-
 def gather_slices(slices: tf.IndexedSlices, name: str, process_set: ProcessSet, *, is_sum: bool) -> tf.IndexedSlices:
     """Return all ranks' slices, divided by the number of ranks unless ``is_sum``.
 
@@ -192,17 +173,6 @@ class Pending:
     result: tf.Tensor | None = None
 
 
-@dataclass
-class _Call:
-    """The arguments of a call inside Horovod; variables and gradients are in the same order."""
-
-    variables: list[Variable]
-    gradients: list[Any]
-    optimizer: object
-    process_set: ProcessSet | None
-    has_local: bool
-
-
 class HorovodCompressor(CompressorBase[Engine]):
     """The part of a compressor that Horovod's own classes call while they build a graph."""
 
@@ -246,17 +216,17 @@ class HorovodCompressor(CompressorBase[Engine]):
             self.claim("Horovod's own classes")
             with tf.init_scope():
                 self._turn = tf.Variable(0, trainable=False, dtype=tf.int64, name="dgc_turn")
-        call = _horovods_call()
-        if call.process_set is not None:
-            self.require_same_set(call.process_set)
-        place = next((i for i, g in enumerate(call.gradients) if g is tensor), None)
+        variables, gradients, optimizer, process_set, has_local = _horovods_call()
+        if process_set is not None:
+            self.require_same_set(process_set)
+        place = next((i for i, g in enumerate(gradients) if g is tensor), None)
         if place is None:
             raise ConfigError(
                 "Horovod passed a gradient, and the compressor cannot find its variable (sparse_as_dense, "
                 "op=Adasum or backward_passes_per_step may have copied it); use the wrappers of dgc.tensorflow"
             )
-        engine.adoption.follow(call.optimizer)
-        if call.has_local:
+        engine.adoption.follow(optimizer)
+        if has_local:
             engine.fail_in_step(
                 ConfigError(
                     "Horovod's local variables cannot be combined with a compressor, which has taken the momentum of "
@@ -264,11 +234,11 @@ class HorovodCompressor(CompressorBase[Engine]):
                     "register_local_var()"
                 )
             )
-        indices, _ = engine.begin(call.variables, call.gradients, converts=False)
-        self._rate = engine.adoption.learning_rate(call.optimizer)
+        indices, _ = engine.begin(variables, gradients, converts=False)
+        self._rate = engine.adoption.learning_rate(optimizer)
         earlier = bool(self._waiting) and self._waiting[0].gradient.graph is not tensor.graph
-        pending = Pending(indices[place], tensor, raw_variable(call.variables[place]))
-        self._expected = sum(gradient is not None for gradient in call.gradients)
+        pending = Pending(indices[place], tensor, raw_variable(variables[place]))
+        self._expected = sum(gradient is not None for gradient in gradients)
         self._waiting = [*(() if earlier else self._waiting), pending]  # drop gradients of an unfinished trace
         return tf.ones([1], tf.float32), pending
 
@@ -304,7 +274,7 @@ class HorovodCompressor(CompressorBase[Engine]):
                     "DistributedGradientTape or DistributedOptimizer, or use the wrappers of dgc.tensorflow"
                 )
             )
-        engine.group_of(indices)
+        engine.require_members(indices)
         probe = tf.reshape(tf.convert_to_tensor(members[0].variable), [-1])[:_PROBED]
         values = [m.variable for m in members] if any(engine.adoption.hyper.weight_decay) else []
         step = _step_of(self, indices)
@@ -331,18 +301,16 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
         *gradients, sum_of_ones, probed = arrays[: count + 2]
         # All ranks that still train see the same placeholder. A rank that has joined could not receive an error.
         check_placeholder(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
-        group = engine.group
-        assert group is not None, "it was made with the graph"
         own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
         if not np.array_equal(own, probed, equal_nan=True):
-            group.fail(
+            engine.fail(
                 ConfigError(
                     "Horovod runs this compressor for another model, whose variables have the same shapes; residuals "
                     "cannot be shared: build one compressor for each model and optimizer"
                 )
             )
-        results, verdict = engine.exchange(indices, gradients, rate, values)
-        group.exchange.stats.add_sent(sum_of_ones.nbytes * count)
+        results, verdict = engine.step(indices, gradients, rate, values)
+        engine.stats.add_sent(sum_of_ones.nbytes * count)
         # cross() needs a result for each input, so the placeholder and the probe are returned unchanged.
         return [*results, np.asarray(sum_of_ones, np.float32), np.asarray(probed, np.float32)], verdict
 
@@ -367,8 +335,12 @@ def _refuse_horovods_keras3() -> None:
             )
 
 
-def _horovods_call() -> _Call:
-    """Find Horovod's local lists of variables and gradients in the frames above."""
+def _horovods_call() -> tuple[list[Variable], list[Any], Any, ProcessSet | None, bool]:
+    """Find the arguments of the call inside Horovod in the frames above.
+
+    Returns:
+        The variables and their gradients; the optimizer and the process set, or None; and whether a variable is local.
+    """
     pairs = process_set = owner = None
     has_local = False
     for frame in _frames(63):
@@ -389,7 +361,7 @@ def _horovods_call() -> _Call:
             "compress() was not called by hvd.DistributedGradientTape or hvd.DistributedOptimizer; use these, or the "
             "wrappers of dgc.tensorflow"
         )
-    return _Call(*pairs, owner, process_set, has_local)
+    return *pairs, owner, process_set, has_local
 
 
 def _frames(most: int) -> Iterator[FrameType]:

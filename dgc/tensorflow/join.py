@@ -16,7 +16,7 @@ from dgc.core.message import Flags
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import optimizer_variables
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine import ENDED, Engine, Group
+from dgc.tensorflow.engine import ENDED, Engine
 from dgc.tensorflow.horovod import ProcessSet, broadcast_in_order
 from dgc.tensorflow.tensors import raw_variable
 
@@ -53,12 +53,10 @@ def join(compression: DGCCompressor) -> int:
                 "every rank the same number of batches"
             )
         )
-    group = engine.group
-    assert group is not None, "it has exchanged"
-    last = _follow_until_all_joined(engine, group)
+    last = _follow_until_all_joined(engine)
     compression.generation += 1  # forget an unfinished gradient accumulation
     members = compression.process_set()
-    _take_over(engine, group, members, int(members.ranks[last]))
+    _take_over(engine, members, int(members.ranks[last]))
     return int(members.ranks[last])
 
 
@@ -66,22 +64,20 @@ def end_together(engine: Engine) -> None:
     """Raise an error on all ranks if only some of them end ``fit()`` at this point. Change nothing."""
     if _obstacle(engine):
         return
-    group = engine.group
-    assert group is not None, "it has exchanged"
-    exchange, stats = group.exchange, copy.deepcopy(group.exchange.stats)
+    exchange, stats = engine.exchange, copy.deepcopy(engine.stats)
     try:
-        _step_without_data(engine, group, Flags.JOINED | ENDED)
+        _step_without_data(engine, Flags.JOINED | ENDED)
     finally:
         exchange.joined = {}
     exchange.stats = stats
 
 
-def _follow_until_all_joined(engine: Engine, group: Group) -> int:
+def _follow_until_all_joined(engine: Engine) -> int:
     """Return the rank, within the exchange, that joined last."""
-    exchange, ranks, before = group.exchange, engine.transport.size, set(group.exchange.joined)
+    exchange, ranks, before = engine.exchange, engine.transport.size, set(engine.exchange.joined)
     try:
         while True:
-            _step_without_data(engine, group, Flags.JOINED)
+            _step_without_data(engine, Flags.JOINED)
             joined = set(exchange.joined)
             if len(joined) == ranks:
                 break
@@ -91,23 +87,22 @@ def _follow_until_all_joined(engine: Engine, group: Group) -> int:
     return max(set(range(ranks)) - before)
 
 
-def _step_without_data(engine: Engine, group: Group, flags: int) -> None:
-    engine.follow_moment(group)
-    values, hyper, parameters = [], engine.adoption.hyper, group.exchange.layout.parameters
-    if any(hyper.weight_decay):
-        values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in group.indices]
+def _step_without_data(engine: Engine, flags: int) -> None:
+    values = []
+    if any(engine.adoption.hyper.weight_decay):
+        values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in engine.members]
+    parameters = engine.exchange.layout.parameters
     zeros = [np.zeros(p.shape, np.float64 if p.dtype == "float64" else np.float32) for p in parameters]
-    group.run(group.indices, zeros, values, hyper, None, follows=True, joins=flags)
+    engine.run(engine.members, zeros, None, values, follows=True, joins=flags)
 
 
 def _obstacle(engine: Engine) -> bool:
-    group = engine.group
-    return group is None or callable(group.exchange.loss_scale) or engine.between.inside is not None
+    return not engine.members or callable(engine.exchange.loss_scale) or engine.between.inside is not None
 
 
-def _take_over(engine: Engine, group: Group, members: ProcessSet, root: int) -> None:
+def _take_over(engine: Engine, members: ProcessSet, root: int) -> None:
     """Load all that the ranks share from rank ``root``."""
-    exchange, before = group.exchange, group.rate
+    exchange, before = engine.exchange, engine.rate
     momentum = exchange.state.shared_momentum(exchange.schedule.begin)
     rate = tf.Variable(np.nan if before is None else before, dtype=tf.float64)
     buffers = {i: tf.Variable(u) for i, u in momentum.items()}
@@ -121,7 +116,7 @@ def _take_over(engine: Engine, group: Group, members: ProcessSet, root: int) -> 
             RuntimeWarning,
             stacklevel=3,
         )
-        group.follow(now)
+        engine.follow(now)
     for i, u in buffers.items():
         exchange.state.set_momentum_buffer(i, u.numpy())
     engine.remember()

@@ -1,25 +1,19 @@
-"""Reduce one step's gradients over the ranks, compressed or dense, for the tape and all optimizers.
-
-A distributed optimizer holds a :class:`Settings`: a reducer whose arguments are saved with the model.
-"""
+"""Reduce one step's gradients over the ranks, compressed or dense, for the tape and all optimizers."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from dgc.adapter.checks import check_passes, check_predivide, refuse_grouping
-from dgc.adapter.compressor import check_compression, horovods
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption, Optimizer, without_loss_scale
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.horovod import HOROVOD, CommonNames, ProcessSet, gather_slices, import_horovod, is_alone
+from dgc.tensorflow.horovod import HOROVOD, ProcessSet, gather_slices, import_horovod, is_alone
 from dgc.tensorflow.tensors import (
     ACCUMULATED,
     APPLY,
@@ -70,59 +64,63 @@ class Sums:
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
-@dataclass(frozen=True)
-class ReduceOptions:
-    """A wrapper's options, without the optimizer and the compression.
+# Arguments of a reducer that are saved with a model unchanged.
+_SAVED = ("op", "sparse_as_dense", "passes", "average_passes", "predivide")
 
-    Attributes:
-        op: "average" or "sum", for the dense exchange; a compressor has its own op.
-        process_set: the ranks that exchange; None for the compressor's ranks, or all ranks.
-        sparse_as_dense: turn ``tf.IndexedSlices`` into tensors, which can be compressed.
-        passes: ``backward_passes_per_step``: gradients of this many steps are added up before they are exchanged.
-        average_passes: divide the added gradients by ``passes``.
-        predivide: ``gradient_predivide_factor``: Horovod's dense exchange divides gradients by this number before it
-            sums them, and does the rest of the division afterwards. A compressor divides only once, in float32.
-    """
-
-    op: str = "average"
-    process_set: ProcessSet | None = None
-    sparse_as_dense: bool = False
-    passes: int = 1
-    average_passes: bool = False
-    predivide: float = 1.0
-
-
-DEFAULTS = ReduceOptions()
+# Types of a compressor's options that can be saved with a model.
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 class Reducer:
     """Reduces the gradients of one tape or optimizer: compressed, or with Horovod's allreduce.
 
+    A distributed optimizer saves the arguments of its reducer with the model.
+
     Attributes:
-        options: the wrapper's options.
         compression: the compressor; None if gradients are sent dense.
+        process_set: the ranks that exchange; None for the compressor's ranks, or all ranks.
+        passes: gradients of this many backward passes are added up before they are exchanged.
+        lost: names of options that a loaded model was saved with, and that could not be saved.
     """
 
     def __init__(
-        self, compression: Any = None, options: ReduceOptions = DEFAULTS, *, user: str = "a distributed optimizer"
+        self,
+        compression: Any = None,
+        *,
+        op: str = "average",
+        process_set: ProcessSet | None = None,
+        sparse_as_dense: bool = False,
+        passes: int = 1,
+        average_passes: bool = False,
+        predivide: float = 1.0,
+        lost: Sequence[str] = (),
+        user: str = "a distributed optimizer",
     ) -> None:
         """Check the arguments, without asking other ranks.
 
         Args:
             compression: a compressor of dgc, one of Horovod's, or None for ``Compression.none``.
-            options: the wrapper's options.
+            op: "average" or "sum", for the dense exchange; a compressor has its own op.
+            process_set: the ranks that exchange.
+            sparse_as_dense: turn ``tf.IndexedSlices`` into tensors, which can be compressed.
+            passes: ``backward_passes_per_step``.
+            average_passes: divide the added gradients by ``passes``.
+            predivide: ``gradient_predivide_factor`` of the dense exchange; a compressor divides only once, in float32.
+            lost: options that could not be saved with the model.
             user: names the owner, for the error when two users share a compressor.
         """
-        self.options = options
-        self._sums = Sums(options.passes, options.average_passes)
+        self.op, self.process_set, self.sparse_as_dense = op, process_set, sparse_as_dense
+        self.passes, self.average_passes, self.predivide = passes, average_passes, predivide
+        self.lost = tuple(lost)
+        self._sums = Sums(passes, average_passes)
         self.compression: DGCCompressor | None = None
         if isinstance(compression, DGCCompressor):
             self.compression = compression
             compression.claim(user)
-            compression.process_set(options.process_set)
+            compression.process_set(process_set)
         else:
             self._horovods = compression
-            self._names = CommonNames("dense")
+        self._known: dict[int, tuple[str, Any]] = {}  # names of collectives by variable, and the variables
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
@@ -143,19 +141,94 @@ class Reducer:
         Returns:
             The reduced gradients, and an int32 scalar: ACCUMULATED, APPLY or REFUSED (:mod:`dgc.tensorflow.tensors`).
         """
+        self.require_complete()
         gradients, variables = list(gradients), list(variables)
         if loss_scale is not None:
             gradients = scaled(gradients, 1.0 / loss_scale)
-        if self.options.sparse_as_dense:
+        if self.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if self.compression is None:
             return self._dense(gradients, variables)
-        self.compression.bind(variables, optimizer, self.options.process_set)
-        engine = self.compression.engine
+        self.compression.bind(variables, optimizer, self.process_set)
+        engine = self.engine
         _refuse_results(gradients, engine)
         if engine is not None:
             return self._compressed(engine, gradients, variables)
-        return (gradients, verdict_of(gradients)) if self.options.passes == 1 else self._added(gradients)
+        return (gradients, verdict_of(gradients)) if self.passes == 1 else self._added(gradients)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The compressor's engine; None without a compressor, and before the first step."""
+        return None if self.compression is None else self.compression.engine
+
+    @property
+    def members(self) -> ProcessSet | None:
+        """The process set in which the compressor exchanges; None for all ranks, and without a compressor."""
+        members = None if self.compression is None else self.compression.process_set(self.process_set)
+        return None if members is import_horovod().global_process_set else members
+
+    # -- binding and saving ------------------------------------------------------------------------------------------
+
+    @property
+    def adoption(self) -> Adoption | None:
+        """The options that the compressor has adopted; None without a compressor."""
+        return None if self.compression is None else self.compression.adoption
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take the optimizer's momentum before it makes its variables, unless options are missing."""
+        if self.compression is not None and not self.lost:
+            self.compression.adopt(optimizer, self.process_set)
+
+    def bind(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
+        """Attach the compressor to the model before the first step. Collective."""
+        self.require_complete()
+        if self.compression is not None:
+            self.compression.bind(variables, optimizer, self.process_set)
+
+    @property
+    def missing(self) -> Sequence[str]:
+        """Names of the options that a loaded model lacks but needs in order to exchange gradients."""
+        return self.lost if self.lost and is_alone(self.process_set) is not True else ()
+
+    def require_complete(self) -> None:
+        """Refuse to train a loaded model that lacks options which could not be saved.
+
+        Loading such a model is allowed, so that a script can evaluate it, save it, or give it the options again.
+        """
+        if self.missing:
+            raise ConfigError(
+                f"the model was saved with {', '.join(self.lost)}, which cannot be saved; before you train it "
+                "further, compile it again on every rank: model.compile(optimizer=dgc.tensorflow.keras."
+                "DistributedOptimizer(model.optimizer, compression=..., process_set=...), loss=...)"
+            )
+
+    def to_config(self) -> dict[str, Any]:
+        """Return plain values from which :meth:`from_config` builds the reducer again."""
+        config: dict[str, Any] = {name: getattr(self, name) for name in _SAVED}
+        config.update(options=None, lost=list(self.lost))
+        if self.process_set is not None:
+            config["lost"].append("process_set")
+        if self.compression is not None:
+            given = self.compression.given_options
+            config["options"] = {k: v for k, v in given.items() if isinstance(v, _PLAIN) and k != "op"}
+            config["options"]["op"] = self.compression.config.op
+            config["algorithm"] = self.compression.config.algorithm
+            config["lacks_residuals"] = self.compression._lacks_residuals or self.compression.residual_norm > 0
+            config["names"] = self.compression.variable_names()
+            config["lost"] += [k for k, v in given.items() if not isinstance(v, _PLAIN) and k != "op"]
+        elif self._horovods not in (None, import_horovod().Compression.none):
+            config["lost"].append("compression")
+        return config
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Reducer:
+        """Build a reducer from the result of :meth:`to_config`. The compressor begins with empty residuals."""
+        options, lost = config["options"], config["lost"]
+        compression = None
+        if options is not None:
+            compression = DGCCompressor(options, config["algorithm"])
+            compression._lacks_residuals, compression._names = config["lacks_residuals"], config["names"]
+        return cls(compression, lost=lost, **{name: config[name] for name in _SAVED})
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -168,7 +241,7 @@ class Reducer:
         if not dense:
             return gradients, tf.constant(APPLY, tf.int32)
         members = [index for index, _ in dense]
-        engine.group_of(members)
+        engine.require_members(members)
         adoption, places, parameters = engine.adoption, [i for _, i in dense], []
         if any(adoption.hyper.weight_decay):
             parameters = [adoption.decayed(index, variables[i]) for index, i in dense]
@@ -205,15 +278,15 @@ class Reducer:
 
     def _dense(self, gradients: list[Gradient], variables: list[Variable]) -> tuple[list[Gradient], tf.Tensor]:
         """Average or sum gradients with Horovod's own collectives."""
-        members = HOROVOD.of(self.options.process_set).members
-        names = None if is_alone(members) else [self._names.of(raw_variable(v), members) for v in variables]
+        members = HOROVOD.of(self.process_set).members
+        names = None if is_alone(members) else [self._name(raw_variable(v), members) for v in variables]
         places = _places(gradients)
 
         def exchange(given: list[Gradient]) -> tuple[list[Gradient], tf.Tensor]:
             reduced = [given[i] if names is None else self._allreduce(given[i], names[i], members) for i in places]
             return reduced, verdict_of(reduced)
 
-        if self.options.passes == 1:
+        if self.passes == 1:
             results, verdict = exchange(gradients)
         else:
             added, passed = self._added(gradients)
@@ -225,9 +298,18 @@ class Reducer:
             )
         return _replaced(gradients, places, results), verdict
 
+    def _name(self, variable: tf.Variable, members: ProcessSet) -> str:
+        """Return a collective's name for a variable. The first call is collective.
+
+        Variables are numbered in the order of their first use, because Keras' names contain counters, which differ on a
+        rank that has built another model before.
+        """
+        prefix = next(iter(self._known.values()))[0] if self._known else HOROVOD.of(members).unique_name("dgc.dense")
+        return self._known.setdefault(id(variable), (f"{prefix}.{len(self._known)}", variable))[0]
+
     def _allreduce(self, gradient: Any, name: str, members: ProcessSet) -> Gradient:
         hvd = import_horovod()
-        op, factor, scales = HOROVOD.reduce_op(self.options.op), self.options.predivide, {}
+        op, factor, scales = HOROVOD.reduce_op(self.op), self.predivide, {}
         if isinstance(gradient, tf.IndexedSlices):
             return gather_slices(gradient, name, members, is_sum=op == hvd.Sum)
         if factor != 1.0:
@@ -276,7 +358,7 @@ def _built_step_of(compression: DGCCompressor | None, sums: Sums, indices: Seque
                 return arrays, ACCUMULATED
         if alive is None or alive.engine is None or indices is None:
             return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
-        return alive.engine.exchange(indices, arrays, rate, values)
+        return alive.engine.step(indices, arrays, rate, values)
 
     return step
 
@@ -308,151 +390,23 @@ def _refuse_results(gradients: Sequence[Gradient], engine: Engine | None) -> Non
     raise error
 
 
-# -- a distributed optimizer's settings --------------------------------------------------------------------------------
-
-# Options that are saved with a model unchanged.
-_SAVED = ("op", "sparse_as_dense", "passes", "average_passes", "predivide")
-
-# Types of a compressor's options that can be saved with a model.
-_PLAIN = (bool, int, float, str, list, tuple, type(None))
-
-
-class Settings(Reducer):
-    """The reducer of a ``DistributedOptimizer``, with its arguments, which are saved with the model.
-
-    Attributes:
-        lost: names of options that the saved model used and that could not be saved with it.
-    """
-
-    def __init__(
-        self, compression: object = None, options: ReduceOptions = DEFAULTS, *, lost: Sequence[str] = ()
-    ) -> None:
-        super().__init__(compression, options)
-        self.lost = tuple(lost)
-
-    @property
-    def process_set(self) -> ProcessSet | None:
-        """The ranks that exchange; None for all ranks."""
-        return self.options.process_set
-
-    @property
-    def adoption(self) -> Adoption | None:
-        """The options that the compressor has adopted; None without a compressor."""
-        return None if self.compression is None else self.compression.adoption
-
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Take the optimizer's momentum before it makes its variables.
-
-        In a job of one process, or while options are missing, do nothing.
-        """
-        if is_alone(self.process_set) is False and self.compression is not None and not self.lost:
-            self.compression.adopt(optimizer, self.process_set)
-
-    def bind(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
-        """Attach the compressor to the model before the first step. Collective."""
-        self.require_complete()
-        if self.compression is not None:
-            self.compression.bind(variables, optimizer, self.process_set)
-
-    @property
-    def missing(self) -> Sequence[str]:
-        """Names of the options that a loaded model lacks but needs in order to exchange gradients."""
-        return self.lost if self.lost and is_alone(self.process_set) is not True else ()
-
-    def require_complete(self) -> None:
-        """Refuse to train a loaded model that lacks options which could not be saved.
-
-        Loading such a model is allowed, so that a script can evaluate it, save it, or give it the options again.
-        """
-        if self.missing:
-            raise ConfigError(
-                f"the model was saved with {', '.join(self.lost)}, which cannot be saved; before you train it "
-                "further, compile it again on every rank: model.compile(optimizer=dgc.tensorflow.keras."
-                "DistributedOptimizer(model.optimizer, compression=..., process_set=...), loss=...)"
-            )
-
-    def reduce(self, *arguments: Any) -> tuple[list[Gradient], tf.Tensor]:
-        """See :meth:`Reducer.reduce`."""
-        self.require_complete()
-        return super().reduce(*arguments)
-
-    def to_config(self) -> dict[str, Any]:
-        """Return plain values from which :meth:`from_config` builds these settings again."""
-        config: dict[str, Any] = {name: getattr(self.options, name) for name in _SAVED}
-        config.update(options=None, lost=list(self.lost))
-        if self.process_set is not None:
-            config["lost"].append("process_set")
-        if self.compression is not None:
-            given = self.compression.given_options
-            config["options"] = {k: v for k, v in given.items() if isinstance(v, _PLAIN) and k != "op"}
-            config["options"]["op"] = self.compression.config.op
-            config["algorithm"] = self.compression.config.algorithm
-            config["lacks_residuals"] = self.compression._lacks_residuals or self.compression.residual_norm > 0
-            config["names"] = self.compression.variable_names()
-            config["lost"] += [k for k, v in given.items() if not isinstance(v, _PLAIN) and k != "op"]
-        else:
-            if self._horovods not in (None, import_horovod().Compression.none):
-                config["lost"].append("compression")
-        return config
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Build settings from the result of :meth:`to_config`. The compressor begins with empty residuals."""
-        options, lost = config["options"], config["lost"]
-        compression = None
-        if options is not None:
-            compression = DGCCompressor(options, config["algorithm"])
-            compression._lacks_residuals, compression._names = config["lacks_residuals"], config["names"]
-        return cls(compression, ReduceOptions(**{name: config[name] for name in _SAVED}), lost=lost)
-
-
-def make_settings(arguments: Mapping[str, Any]) -> Settings:
-    """Make settings from the arguments of Horovod's ``DistributedOptimizer``, by name."""
-    given = arguments.__getitem__
-    compression, op = given("compression"), given("op")
-    HOROVOD.module(initialized=False)
-    texts = {name: given(name) for name in ("name", "device_dense", "device_sparse")}
-    check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
-    refuse_grouping(given("num_groups"), given("groups"))
-    check_passes(given("backward_passes_per_step"))
-    predivide = given("gradient_predivide_factor")
-    if isinstance(compression, DGCCompressor):
-        op = compression.use_op(op, predivide)
-    else:
-        op = HOROVOD.op_name(op or "average")
-        check_predivide(predivide, op)
-    options = ReduceOptions(
-        op,
-        given("process_set"),
-        given("sparse_as_dense"),
-        passes=given("backward_passes_per_step"),
-        average_passes=given("average_aggregated_gradients"),
-        predivide=predivide,
-    )
-    return Settings(horovods(compression), options)
-
-
-class HasSettings:
+class HasReducer:
     """A mixin that gives a distributed optimizer its exchange."""
 
-    _dgc_settings: Settings
+    _dgc_reducer: Reducer
 
     @property
     def compression(self) -> DGCCompressor | None:
         """The compressor, with this rank's statistics and state; None in dense training."""
-        return self._dgc_settings.compression
-
-    @property
-    def process_set(self) -> ProcessSet | None:
-        """The ranks that exchange; None for all ranks."""
-        return self._dgc_settings.process_set
+        return self._dgc_reducer.compression
 
     def bind(self, variables: Sequence[Variable]) -> None:
         """Attach the compressor to the model before the first step. Collective."""
-        self._dgc_settings.bind(variables, without_loss_scale(self))
+        self._dgc_reducer.bind(variables, without_loss_scale(self))
 
 
-def distributed_in(optimizer: Optimizer) -> Any:
-    """Return dgc's distributed optimizer: the argument, or the one inside a LossScaleOptimizer; None without one."""
+def reducer_of(optimizer: Optimizer) -> Reducer | None:
+    """Return the reducer of dgc's distributed optimizer, also of one inside a LossScaleOptimizer; else None."""
     # Check the class, because a script's own optimizer may have attributes of the same names.
-    return next((o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasSettings)), None)
+    ours = (o for o in (optimizer, without_loss_scale(optimizer)) if isinstance(o, HasReducer))
+    return next((o._dgc_reducer for o in ours), None)

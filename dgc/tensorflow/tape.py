@@ -14,7 +14,7 @@ from dgc.adapter.options import Compressing
 from dgc.errors import ConfigError
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
-from dgc.tensorflow.reduce import ReduceOptions, Reducer
+from dgc.tensorflow.reduce import Reducer
 from dgc.tensorflow.tensors import Variable, raw_variable
 
 
@@ -48,8 +48,8 @@ def DistributedGradientTape(
         refuse_grouping(num_groups, groups)
         compression.use_op(op, gradient_predivide_factor)
         _check_optimizer(compression, process_set)
-        options = ReduceOptions(process_set=process_set, sparse_as_dense=sparse_as_dense)
-        reducer = Reducer(compression, options, user="a DistributedGradientTape")
+        user = "a DistributedGradientTape"
+        reducer = Reducer(compression, process_set=process_set, sparse_as_dense=sparse_as_dense, user=user)
 
         def reduce(gradients: list[Any], variables: list[Variable], _: bool) -> Sequence[Any]:
             return reducer.reduce(gradients, variables)[0]
@@ -87,13 +87,10 @@ def _check_optimizer(compression: DGCCompressor, process_set: ProcessSet | None)
                 "a tape does not know the optimizer: pass it to the compressor, Compression.dgc(optimizer=optimizer), "
                 "so that its momentum is taken over; or pass momentum=0 for plain error feedback"
             )
-        return
-    if not adoption.active or not adoption.momentum:
-        return
-    if adoption.is_loss_scaled and "loss_scale" not in compression.given_options:
+    elif adoption.is_loss_scaled and "loss_scale" not in compression.given_options:
         raise ConfigError(
-            "the optimizer scales the loss, and the momentum that was taken over must not be scaled with it: pass "
-            "loss_scale=optimizer to the compressor"
+            "the optimizer scales the loss, and the momentum and residuals that the compressor keeps from step to step "
+            "must not be scaled with it: pass loss_scale=optimizer to the compressor"
         )
 
 

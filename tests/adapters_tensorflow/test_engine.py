@@ -37,10 +37,10 @@ def test_a_step_searches_no_list_for_each_variable(absent):
             gradients = [tf.ones(3)] * left + [None] * (VARIABLES - left)
             engine.begin(engine.variables, gradients)
             indices = [Index(i) for i in range(left)]
-            engine.group_of(indices)
+            engine.require_members(indices)
             Index.comparisons = 0
-            engine.group_of(indices)
-            engine.exchange(indices, [np.ones(3, np.float32)] * left, 0.1, [])
+            engine.require_members(indices)
+            engine.step(indices, [np.ones(3, np.float32)] * left, 0.1, [])
         engine.close()
 
     run_ranks(1, train)

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.adoption import Optimizer, optimizer_variables
+from dgc.tensorflow.adoption import optimizer_variables
 from dgc.tensorflow.horovod import broadcast_in_order, import_horovod, is_alone
 from dgc.tensorflow.join import end_together
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
-from dgc.tensorflow.reduce import distributed_in
+from dgc.tensorflow.reduce import Reducer, reducer_of
 from dgc.tensorflow.tensors import Variable, raw_variable
 
 __all__ = [
@@ -85,7 +85,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         Raises:
             ConfigError: a callback has ended ``fit()`` on this rank while others still train. They raise the error too.
         """
-        engine = _engine_of(self.model.optimizer)
+        engine = (reducer_of(self.model.optimizer) or Reducer()).engine
         if engine is None:
             return
         epochs, steps = self.params.get("epochs") or 0, self.params.get("steps") or 0
@@ -97,10 +97,8 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         """Return whether some rank's variables have changed since the last ``fit``. Collective."""
         if is_alone():
             return False
-        optimizer = self.model.optimizer
-        engine, members = _engine_of(optimizer), _process_set_of(optimizer)
-        ours = distributed_in(optimizer)
-        missing = () if ours is None else ours._dgc_settings.missing
+        reducer = reducer_of(self.model.optimizer) or Reducer()
+        engine, members, missing = reducer.engine, reducer.members, reducer.missing
         set_id = _ALL if members is None else members.process_set_id if members.included() else _OUTSIDE
         own = [int(engine is not None and engine.was_changed()), bool(missing), engine is not None, set_id]
         rows = np.asarray(import_horovod().allgather(tf.constant([own], tf.int32), name="dgc.loaded"))
@@ -117,26 +115,20 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         # A variable may be in the model's list and in the optimizer's; it must not be sent twice.
         of_model = _by_identity(self.model.variables)
         broadcast_in_order(list(of_model.values()), self._root_rank, None)
-        members = _process_set_of(optimizer)
+        reducer = reducer_of(optimizer) or Reducer()
+        members = reducer.members
         if members is None or members.included():
             # Outside the process set an optimizer keeps its momentum, and so has other variables.
             root = self._root_rank if members is None or self._root_rank in members.ranks else min(members.ranks)
             others = _by_identity(optimizer_variables(optimizer))
             broadcast_in_order([v for k, v in others.items() if k not in of_model], root, members)
         self.broadcast_done = True
-        engine = _engine_of(optimizer)
-        if engine is not None:
-            engine.begin_anew(was_loaded)
+        if reducer.engine is not None:
+            reducer.engine.begin_anew(was_loaded)
 
 
 def _by_identity(variables: Sequence[Variable]) -> dict[int, Any]:
     return {id(raw_variable(v)): raw_variable(v) for v in variables}
-
-
-def _engine_of(optimizer: Optimizer) -> Any:
-    """Return the engine of the optimizer's compressor; None without a compressor, and before the first step."""
-    ours = distributed_in(optimizer)
-    return None if ours is None or ours.compression is None else ours.compression.engine
 
 
 def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> None:
@@ -163,15 +155,6 @@ def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> 
         )
 
 
-def _process_set_of(optimizer: Optimizer) -> Any:
-    """Return the process set that exchanges the gradients; None for all ranks."""
-    ours = distributed_in(optimizer)
-    if ours is None or ours.compression is None:
-        return None
-    chosen = ours.compression.process_set(ours.process_set)
-    return None if chosen is import_horovod().global_process_set else chosen
-
-
 class MetricAverageCallback(tf.keras.callbacks.Callback):
     """Replaces each epoch's metrics by their mean over all ranks. Place it before callbacks that read them."""
 
@@ -194,7 +177,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
     """Multiplies the learning rate by a function of the epoch; arguments are those of Horovod's callback.
 
-    ``momentum_correction`` has no effect: the compressor corrects the momentum at every change of the learning rate.
+    ``momentum_correction`` has no effect; it exists because Horovod's callback has it.
     """
 
     def __init__(

@@ -13,8 +13,9 @@ from dgc.adapter.agreement import agree_or_raise, require_agreement, tell_error
 from dgc.core.saved import INACTIVE, needed_ranks, require_sound
 from dgc.core.state_file import load_state, save_state
 from dgc.errors import ConfigError, LayoutError, TransportError
+from dgc.tensorflow.adoption import without_loss_scale
 from dgc.tensorflow.horovod import import_horovod, is_alone
-from dgc.tensorflow.reduce import distributed_in
+from dgc.tensorflow.reduce import reducer_of
 
 ITERATIONS = "optimizer_iterations"
 
@@ -60,13 +61,13 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             LayoutError: the ranks' models have made different numbers of steps; or a rank's file is missing or belongs
                 to another model; or it comes from another number of ranks, without ``resize``.
         """
-        self._owner = optimizer = distributed_in(self.model.optimizer)
-        if optimizer is None:
+        self._reducer: Any = reducer_of(self.model.optimizer)
+        if self._reducer is None:
             raise ConfigError("CompressionCheckpoint needs dgc.tensorflow.keras.DistributedOptimizer in compile()")
         self._saved_at = self._iterations()
         iterations, is_new = self._common_progress()
         if self._restore and iterations > 0:
-            optimizer.bind(self.model.trainable_variables)
+            self._reducer.bind(self.model.trainable_variables, without_loss_scale(self.model.optimizer))
             self._load(is_new)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -95,7 +96,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             LayoutError: it was called in the middle of a step or after one that failed, or the state is not finite.
             TransportError: a rank could not write. Every rank gets the error, and earlier files stay.
         """
-        engine = self._engine
+        engine = self._reducer.engine
         if engine is None:
             if self._is_alone:  # such a file tells a later job of several ranks that one process has saved it
                 save_state(self._path(self._filled, 0), {**INACTIVE, ITERATIONS: self._iterations()})
@@ -123,15 +124,12 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     # -- inside --------------------------------------------------------------------------------------------------
 
     @property
-    def _engine(self) -> Any:
-        compression = self._owner.compression
-        return None if compression is None else compression.engine
-
-    @property
     def _is_alone(self) -> bool:
         """Whether this is a job of one process, and the compressor is bound."""
-        compression = self._owner.compression
-        return compression is not None and compression.is_bound and compression.takes_part and self._engine is None
+        compression = self._reducer.compression
+        return (
+            compression is not None and compression.is_bound and compression.takes_part and self._reducer.engine is None
+        )
 
     @property
     def _filled(self) -> str:
@@ -145,12 +143,12 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
 
     def _common_progress(self) -> tuple[int, bool]:
         """Return the optimizer's iterations, and whether the compressor has made no step. Raise if ranks differ."""
-        iterations, compression, engine = self._iterations(), self._owner.compression, self._engine
-        steps = 0 if engine is None else engine.stats.steps
-        chosen = None if compression is None else compression.process_set(self._owner.process_set)
-        if chosen is not None and not is_alone(chosen):
+        iterations, reducer = self._iterations(), self._reducer
+        steps = 0 if reducer.engine is None else reducer.engine.stats.steps
+        if reducer.compression is not None and not is_alone(reducer.members):
             hvd = import_horovod()
             own = tf.constant([[iterations, int(steps > 0)]], tf.int64)
+            chosen = reducer.members or hvd.global_process_set
             rows = np.asarray(hvd.allgather(own, name="dgc.iterations", process_set=chosen))
             if (rows != rows[0]).any():
                 raise LayoutError(
@@ -161,7 +159,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         return iterations, steps == 0
 
     def _load(self, is_needed: bool) -> None:
-        engine, compression = self._engine, self._owner.compression
+        engine, compression = self._reducer.engine, self._reducer.compression
         if engine is None:
             # Warn only if the compressor has just begun; otherwise it has dropped the state already.
             if self._is_alone and is_needed:

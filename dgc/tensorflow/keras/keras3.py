@@ -6,15 +6,16 @@ Keras 3 passes this rank's gradients only to ``apply``, so ``apply`` exchanges t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from dgc.errors import ConfigError
-from dgc.tensorflow.adoption import Optimizer, is_sgd, make_slots
-from dgc.tensorflow.reduce import Gradient, HasSettings, Settings, scaled
+from dgc.tensorflow.adoption import Optimizer, first_moments, is_keras, make_slots
+from dgc.tensorflow.reduce import Gradient, HasReducer, Reducer, scaled
 from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, Variable
 
 
@@ -28,7 +29,7 @@ def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any
     others = [v for v in inner.variables if id(v) not in slots]
     shapes = [tuple(store[str(i)].shape) for i in range(len(store.keys()))]
     trained = [tuple(v.shape) for v in inner._trainable_variables]
-    slots_may_be = is_sgd(inner) and (momentum_is_taken or bool(slots))
+    slots_may_be = is_keras(inner, "SGD") and (momentum_is_taken or bool(slots))
     for first, last in itertools.product(([*own], []), (trained, []) if slots_may_be else ([],)):
         found = [*first, *others]
         if [*(tuple(v.shape) for v in found), *last] == shapes:
@@ -46,13 +47,13 @@ def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any
 
 
 def _slots(inner: Optimizer) -> list[Any]:
-    return list(getattr(inner, "momentums", None) or []) if is_sgd(inner) else []
+    return list(getattr(inner, "momentums", None) or []) if is_keras(inner, "SGD") else []
 
 
 PACKAGE = "dgc"
 
 
-def wrap_keras3(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
+def wrap_keras3(optimizer: Optimizer, reducer: Reducer, name: str | None) -> Any:
     """Wrap ``optimizer`` in the distributed optimizer that fits it.
 
     Under the policy mixed_float16, Keras wraps every optimizer that is not a LossScaleOptimizer in one, and each rank
@@ -63,7 +64,7 @@ def wrap_keras3(optimizer: Optimizer, settings: Settings, name: str | None) -> A
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         distributed = DistributedLossScaleOptimizer(
             optimizer.inner_optimizer,
-            settings,
+            reducer,
             initial_scale=optimizer.initial_scale,
             dynamic_growth_steps=optimizer.dynamic_growth_steps,
             name=name,
@@ -74,43 +75,43 @@ def wrap_keras3(optimizer: Optimizer, settings: Settings, name: str | None) -> A
             distributed.step_counter.assign(optimizer.step_counter)
         return distributed
     if keras.config.dtype_policy().name == "mixed_float16":
-        return DistributedLossScaleOptimizer(optimizer, settings, name=name)
-    return DistributedOptimizer(optimizer, settings, name=name)
+        return DistributedLossScaleOptimizer(optimizer, reducer, name=name)
+    return DistributedOptimizer(optimizer, reducer, name=name)
 
 
-def _users(name: str) -> Any:
-    """Make a property that reads and sets an option of the user's optimizer."""
-
-    def get(self: Any) -> Any:
-        return getattr(self.inner_optimizer, name) if self._complete else None
-
-    def set_(self: Any, value: Any) -> None:
-        # Ignore the defaults that Keras' constructor sets.
-        if self._complete:
-            setattr(self.inner_optimizer, name, value)
-
-    return property(get, set_, doc=f"The user's optimizer's ``{name}``.")
+# Options of the user's optimizer that Keras' constructor also sets on ours.
+_USERS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "ema_momentum", "ema_overwrite_frequency")
 
 
-class _Distributed(HasSettings, keras.optimizers.Optimizer):
+class _Distributed(HasReducer, keras.optimizers.Optimizer):
     """The common part of both distributed optimizers."""
 
     inner_optimizer: Optimizer
     built: bool
     _complete = False
 
-    weight_decay = _users("weight_decay")
-    clipnorm = _users("clipnorm")
-    clipvalue = _users("clipvalue")
-    global_clipnorm = _users("global_clipnorm")
-    ema_momentum = _users("ema_momentum")
-    ema_overwrite_frequency = _users("ema_overwrite_frequency")
-    nesterov = _users("nesterov")
+    def __getattr__(self, name: str) -> Any:
+        """Return an option of the user's optimizer, such as ``beta_1``."""
+        if name.startswith("_") or name == "inner_optimizer":
+            raise AttributeError(name)
+        return getattr(self.inner_optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an option of the user's optimizer."""
+        is_own = not self._complete or name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if is_own or not hasattr(self.inner_optimizer, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.inner_optimizer, name, value)
+
+    def exclude_from_weight_decay(self, *arguments: Any, **named: Any) -> None:
+        """Exclude variables from the weight decay of the user's optimizer."""
+        self.inner_optimizer.exclude_from_weight_decay(*arguments, **named)
 
     @property
     def momentum(self) -> float:
         """The user's momentum, whether the optimizer or the compressor applies it. A new value takes effect at once."""
-        adoption = self._dgc_settings.adoption
+        adoption = self._dgc_reducer.adoption
         if adoption is None or not adoption.taken:
             return self.inner_optimizer.momentum
         adoption.take()
@@ -120,19 +121,17 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
     def momentum(self, value: float) -> None:
         self.inner_optimizer.momentum = value
 
-    def _hold(self, settings: Settings) -> None:
+    def _hold(self, reducer: Reducer) -> None:
         """Finish the construction."""
-        if settings.options.passes > 1 and self.inner_optimizer.gradient_accumulation_steps:
+        if reducer.passes > 1 and self.inner_optimizer.gradient_accumulation_steps:
             raise ConfigError(
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
-        self._dgc_settings = settings
-        self._prepare()
+        self._dgc_reducer = reducer
+        reducer.adopt(self.inner_optimizer)
+        for name in _USERS:
+            self.__dict__.pop(name)
         self._complete = True
-
-    def _prepare(self) -> None:
-        """Take the user's momentum, if it is already known that there are other ranks."""
-        self._dgc_settings.adopt(self.inner_optimizer)
 
     def __dir__(self) -> list[str]:
         # Keras saves the variables of every attribute in this list. Ours include those of the user's optimizer.
@@ -143,9 +142,18 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
         """The number of steps that the user's optimizer has made."""
         return self.inner_optimizer.iterations
 
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Save the variables; in place of a first moment that the compressor applies, save 0."""
+        moment = None if self._dgc_reducer.adoption is None else self._dgc_reducer.adoption.moment
+        taken = first_moments(self.inner_optimizer) if moment is not None and moment.is_taken else []
+        results = {id(slot) for slot in taken}  # these slots hold the last results, and no running mean
+        for i, variable in enumerate(self.variables):
+            values = variable.numpy()
+            store[str(i)] = np.zeros_like(values) if id(variable) in results else values
+
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Load the variables that one process, several or a dense run has saved: see :func:`load_variables`."""
-        adoption = self._dgc_settings.adoption
+        adoption = self._dgc_reducer.adoption
         taken = adoption is not None and adoption.taken
         if not load_variables(self.inner_optimizer, self._variables, store, taken):
             super().load_own_variables(store)
@@ -153,18 +161,17 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
     def get_config(self) -> dict[str, Any]:
         """Return the values from which :meth:`from_config` builds the optimizer again."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        return {"name": self.name, "inner_optimizer": inner, "settings": self._dgc_settings.to_config()}
+        return {"name": self.name, "inner_optimizer": inner, "settings": self._dgc_reducer.to_config()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, object] | None = None) -> Any:
         """Build the saved optimizer. The compressor begins with empty residuals."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(config.pop("inner_optimizer"), custom_objects=custom_objects)
-        return cls(inner, Settings.from_config(config.pop("settings")), **config)
+        return cls(inner, Reducer.from_config(config.pop("settings")), **config)
 
     def _begin(self, trainable_variables: Sequence[Variable] | None) -> list[Any]:
         """Begin a step and return the variables to update. In the first step build the optimizer."""
-        self._prepare()
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
             with keras.name_scope(self.name, caller=self):
@@ -181,17 +188,17 @@ class _Distributed(HasSettings, keras.optimizers.Optimizer):
 class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     """Exchanges gradients, then lets the user's optimizer apply them."""
 
-    def __init__(self, inner_optimizer: Optimizer, settings: Settings, name: str | None = None) -> None:
+    def __init__(self, inner_optimizer: Optimizer, reducer: Reducer, name: str | None = None) -> None:
         """Hold ``inner_optimizer``; see :func:`wrap`."""
         super().__init__(learning_rate=0.0, name=name or f"distributed_{inner_optimizer.name}")
         self.inner_optimizer = inner_optimizer
-        self._hold(settings)
+        self._hold(reducer)
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Build the user's optimizer, too."""
         if self.built:
             return
-        self._prepare()
+        self._dgc_reducer.adopt(self.inner_optimizer)
         self.inner_optimizer.build(variables)
         super().build(variables)
 
@@ -220,10 +227,10 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         """Exchange ``grads`` and update the variables."""
         variables, inner = self._begin(trainable_variables), self.inner_optimizer
         scale = inner.loss_scale_factor
-        reduced, verdict = self._dgc_settings.reduce(grads, variables, inner, scale)
+        reduced, verdict = self._dgc_reducer.reduce(grads, variables, inner, scale)
         if scale is not None:
             reduced = scaled(reduced, scale)
-        if self._dgc_settings.options.passes == 1:
+        if self._dgc_reducer.passes == 1:
             inner.apply(reduced, variables)
         else:
             tf.cond(
@@ -278,7 +285,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
     def __init__(
         self,
         inner_optimizer: Optimizer,
-        settings: Settings,
+        reducer: Reducer,
         initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
         name: str | None = None,
@@ -290,16 +297,16 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
             dynamic_growth_steps=dynamic_growth_steps,
             name=name or f"distributed_{inner_optimizer.name}",
         )
-        if settings.compression is not None and settings.compression.given_options.get("loss_scale", 1.0) != 1.0:
+        if reducer.compression is not None and reducer.compression.given_options.get("loss_scale", 1.0) != 1.0:
             raise ConfigError(
                 "the distributed optimizer unscales gradients itself under mixed_float16; leave loss_scale out of the "
                 "compressor"
             )
-        self._hold(settings)
+        self._hold(reducer)
 
     def build(self, variables: Sequence[Variable]) -> None:
         """Build the user's optimizer and the loss scale."""
-        self._prepare()
+        self._dgc_reducer.adopt(self.inner_optimizer)
         # Build it here, because Keras would build it without tracking attributes. Then a variable that is an attribute,
         # as in Nadam, would not be saved.
         self.inner_optimizer.build(variables)
@@ -309,7 +316,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
     def apply(self, grads: Sequence[Gradient], trainable_variables: Sequence[Variable] | None = None) -> None:
         """Unscale and exchange ``grads``. Update the variables unless a rank met a non-finite value."""
         variables, scale = self._begin(trainable_variables), tf.convert_to_tensor(self.dynamic_scale)
-        reduced, verdict = self._dgc_settings.reduce(grads, variables, self.inner_optimizer, scale)
+        reduced, verdict = self._dgc_reducer.reduce(grads, variables, self.inner_optimizer, scale)
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)

@@ -15,26 +15,26 @@ import tf_keras
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Optimizer, without_loss_scale
-from dgc.tensorflow.reduce import Gradient, HasSettings, Settings
+from dgc.tensorflow.reduce import Gradient, HasReducer, Reducer
 from dgc.tensorflow.tensors import ACCUMULATED, Variable
 
 
-def wrap_legacy(optimizer: Optimizer, settings: Settings, name: str | None) -> Any:
+def wrap_legacy(optimizer: Optimizer, reducer: Reducer, name: str | None) -> Any:
     """Make ``optimizer`` distributed, in place."""
     inner = without_loss_scale(optimizer)
-    if inner is not optimizer and settings.options.passes > 1:
+    if inner is not optimizer and reducer.passes > 1:
         raise ConfigError("backward_passes_per_step > 1 does not work with legacy Keras' LossScaleOptimizer; use 1")
-    settings.adopt(inner)
+    reducer.adopt(inner)
     if not isinstance(inner, Distributed):
         inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
-    inner._dgc_settings = settings
+    inner._dgc_reducer = reducer
     return optimizer
 
 
 _Base: Any = object
 
 
-class Distributed(HasSettings, _Base):
+class Distributed(HasReducer, _Base):
     """A mixin for the class of the user's optimizer."""
 
     @tf.autograph.experimental.do_not_convert
@@ -48,7 +48,7 @@ class Distributed(HasSettings, _Base):
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Gradient, Variable]], *args: Any, **options: Any) -> Any:
         """Exchange the gradients and apply them. With ``backward_passes_per_step=N`` do so in every N-th call."""
         already = options.get("skip_gradients_aggregation") or not options.get("experimental_aggregate_gradients", True)
-        if already or self._dgc_settings.options.passes == 1:
+        if already or self._dgc_reducer.passes == 1:
             return super().apply_gradients(grads_and_vars, *args, **options)  # this calls aggregate_gradients()
         grads_and_vars = list(grads_and_vars)
         apply = functools.partial(super().apply_gradients, **{**options, "skip_gradients_aggregation": True})
@@ -70,15 +70,15 @@ class Distributed(HasSettings, _Base):
         self, grads_and_vars: Iterable[tuple[Gradient, Variable]]
     ) -> tuple[list[tuple[Gradient, Variable]], tf.Tensor]:
         grads, variables = zip(*list(grads_and_vars), strict=True)
-        reduced, verdict = self._dgc_settings.reduce(grads, variables, self)
+        reduced, verdict = self._dgc_reducer.reduce(grads, variables, self)
         return list(zip(reduced, variables, strict=True)), verdict
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration of the user's optimizer, with the user's momentum, and our settings."""
         config = super().get_config()
-        adoption = self._dgc_settings.adoption
+        adoption = self._dgc_reducer.adoption
         inner = config if adoption is None else adoption.config(config)
-        return {"inner": inner, "settings": self._dgc_settings.to_config(), "is_legacy_optimizer": False}
+        return {"inner": inner, "settings": self._dgc_reducer.to_config(), "is_legacy_optimizer": False}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Mapping[str, object] | None = None) -> Any:
@@ -86,7 +86,7 @@ class Distributed(HasSettings, _Base):
         base: Any = cls.__bases__[-1]
         inner = dict(config["inner"])
         inner.pop("is_legacy_optimizer", None)
-        return wrap_legacy(base.from_config(inner), Settings.from_config(config["settings"]), None)
+        return wrap_legacy(base.from_config(inner), Reducer.from_config(config["settings"]), None)
 
 
 @functools.cache

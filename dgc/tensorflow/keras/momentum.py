@@ -34,7 +34,7 @@ from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import import_horovod, is_alone
-from dgc.tensorflow.reduce import ReduceOptions, Settings
+from dgc.tensorflow.reduce import Reducer
 from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 
 _PLACE = ("iterations", "learning_rate")  # keys of a state in addition to those of the compressor's state
@@ -120,7 +120,7 @@ def DGCMomentum(
     return (_MomentumLossScale if mixed else _Momentum)(**arguments)
 
 
-class _Settings(Settings):
+class _Settings(Reducer):
     """The reducer of :func:`DGCMomentum`, with its arguments (without ``lr``), which are saved with a model."""
 
     compression: MomentumCompressor
@@ -131,7 +131,7 @@ class _Settings(Settings):
         names, lost = given.pop("names", ()), given.pop("lost", ())
         compressor = MomentumCompressor(**given)
         compressor._names = names
-        super().__init__(compressor, ReduceOptions(process_set=given["process_set"]), lost=lost)
+        super().__init__(compressor, process_set=given["process_set"], lost=lost)
 
     def to_config(self) -> dict[str, Any]:
         """Return the arguments as plain values, without the learning rate and the name."""
@@ -325,7 +325,7 @@ if _IS_LEGACY:
             settings = _Settings(arguments)
             options = settings.compression.options
             tf_keras.optimizers.SGD.__init__(self, options.learning_rate, name=options.name or _NAME)
-            self._dgc_settings = settings
+            self._dgc_reducer = settings
 
 else:
     import keras

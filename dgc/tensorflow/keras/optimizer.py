@@ -8,12 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from dgc.adapter.checks import check_passes, check_predivide, refuse_grouping
+from dgc.adapter.compressor import check_compression, horovods
 from dgc.adapter.options import Compressing
 from dgc.core.checks import brief
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, Optimizer, family
-from dgc.tensorflow.horovod import ProcessSet, ReduceOp
-from dgc.tensorflow.reduce import distributed_in, make_settings
+from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp
+from dgc.tensorflow.reduce import Reducer, reducer_of
 
 
 def DistributedOptimizer(
@@ -45,20 +48,38 @@ def DistributedOptimizer(
     Raises:
         ConfigError: arguments do not fit together, momentum would be applied twice, or this is not a Keras optimizer.
     """
-    settings = make_settings(locals())
+    HOROVOD.module(initialized=False)
+    texts = {"name": name, "device_dense": device_dense, "device_sparse": device_sparse}
+    check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
+    refuse_grouping(num_groups, groups)
+    check_passes(backward_passes_per_step)
+    if isinstance(compression, DGCCompressor):
+        op = compression.use_op(op, gradient_predivide_factor)
+    else:
+        op = HOROVOD.op_name(op or "average")
+        check_predivide(gradient_predivide_factor, op)
+    reducer = Reducer(
+        horovods(compression),
+        op=op,
+        process_set=process_set,
+        sparse_as_dense=sparse_as_dense,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        predivide=gradient_predivide_factor,
+    )
     kind = family(optimizer)
     if kind is None:
         raise ConfigError(f"{brief(optimizer)} is no Keras optimizer")
-    ours = distributed_in(optimizer)
-    if ours is not None and not ours._dgc_settings.lost:
+    ours = reducer_of(optimizer)
+    if ours is not None and not ours.lost:
         raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer only once")
     if kind == KERAS3:
         from dgc.tensorflow.keras.keras3 import wrap_keras3
 
-        return wrap_keras3(optimizer, settings, name)
+        return wrap_keras3(optimizer, reducer, name)
     from dgc.tensorflow.keras.legacy import wrap_legacy
 
-    return wrap_legacy(optimizer, settings, name)
+    return wrap_legacy(optimizer, reducer, name)
 
 
 def load_model(
@@ -82,11 +103,11 @@ def load_model(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         return model
-    ours = distributed_in(optimizer)
+    ours = reducer_of(optimizer)
     if ours is not None:
         if compression is None:
             return model
-        if not ours._dgc_settings.lost:
+        if not ours.lost:
             raise ConfigError(
                 "the model was saved with a distributed optimizer and keeps its options; leave compression out, "
                 "or compile the model with a new DistributedOptimizer"

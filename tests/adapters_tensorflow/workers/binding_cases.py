@@ -97,8 +97,8 @@ def in_fit(**options):
 
 def traces_of(compression):
     engine = compression.engine
-    u = engine.group.exchange.state.buckets[0].u
-    return [weakref.ref(x) for x in (compression, engine, engine.group.exchange, u)]
+    u = engine.exchange.state.buckets[0].u
+    return [weakref.ref(x) for x in (compression, engine, engine.exchange, u)]
 
 
 @case

@@ -2,9 +2,11 @@
 
 import models as m
 import numpy as np
+import tensorflow as tf
 from worker_tools import case
 
 import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
 
 keras = m.keras
 
@@ -109,3 +111,21 @@ def the_wrapper_shows_and_sets_the_user_s_options():
     optimizer.weight_decay, optimizer.momentum = 0.02, 0.5
     assert (optimizer.momentum, inner.weight_decay) == (0.5, 0.02)
     assert not hasattr(m.eager(keras.optimizers.Adam(), dgc.Compression.dgc()).optimizer, "momentum")
+    inner = keras.optimizers.AdamW(0.01)
+    optimizer = m.eager(inner, dgc.Compression.dgc(momentum=0)).optimizer
+    optimizer.beta_1, optimizer.clipnorm, optimizer.my_own = 0.5, 1.0, "a"
+    assert (inner.beta_1, inner.clipnorm, optimizer.beta_1) == (0.5, 1.0, 0.5)
+    assert optimizer.my_own == "a"
+    assert not hasattr(inner, "my_own")
+
+
+@case("keras3")
+def variables_that_the_wrapper_excludes_do_not_decay():
+    optimizer = dgck.DistributedOptimizer(
+        keras.optimizers.AdamW(0.01, weight_decay=0.5), compression=dgc.Compression.dgc()
+    )
+    optimizer.exclude_from_weight_decay(var_names=["kept"])
+    kept, decayed = (keras.Variable(np.ones(4, "f"), name=name) for name in ("kept", "decayed"))
+    optimizer.apply_gradients([(tf.zeros(4), variable) for variable in (kept, decayed)])
+    assert (np.asarray(kept.value) == 1.0).all()
+    assert (np.asarray(decayed.value) < 1.0).all()

@@ -129,10 +129,16 @@ def clipping_without_momentum_in_the_optimizer_says_nothing():
     m.fit(model, 3)
 
 
+ADOPTED = {"SGD": lambda: keras.optimizers.SGD(0.05, momentum=0.9)}
+if not m.LEGACY:
+    ADOPTED["Adam"] = lambda: keras.optimizers.Adam(0.01)
+
+
 @case
 def clipping_of_a_velocity_is_refused():
-    """One that the compressor has adopted; that of a momentum of its own is in clipping_cases.py."""
-    inner = keras.optimizers.SGD(0.05, momentum=0.9)
-    model = m.fitted(inner, dgc.Compression.dgc(**m.SPARSE), steps=2)
-    inner.clipnorm = 0.5
-    m.assert_raises(lambda: m.fit(model, 2), "clipnorm=0.5", "would act on the velocity")
+    """One that the compressor has adopted: a momentum, or a first moment."""
+    for make in ADOPTED.values():
+        inner = make()
+        model = m.fitted(inner, dgc.Compression.dgc(**m.SPARSE), steps=2)
+        inner.clipnorm = 0.5
+        m.assert_raises(lambda: m.fit(model, 2), "clipnorm=0.5", "would act on the velocity")  # noqa: B023

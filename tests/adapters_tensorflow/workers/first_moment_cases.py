@@ -160,6 +160,17 @@ def a_loaded_model_goes_on_bit_for_bit_before_the_selection():
 
 
 @case
+def results_are_never_taken_for_moments():
+    """Where entries are selected, Adam's slots hold the last results: no later run may go on from them."""
+    model, inner, compression = by_fit(keras.optimizers.Adam, m.SPARSE, steps=4)
+    loaded = m.reloaded(model)
+    compression.close()
+    for optimizer in (inner, loaded.optimizer.inner_optimizer):
+        assert not any(np.asarray(slot).any() for slot in optimizer._momentums)
+        assert all(np.asarray(slot).any() for slot in optimizer._velocities)
+
+
+@case
 def a_beta_1_of_0_leaves_nothing_of_the_moments_before():
     model, inner = m.make_model(), keras.optimizers.Adam(0.003)
     compression, library = m.compressor("wrapper", model, inner, **{**m.SPARSE, "momentum_masking": False})

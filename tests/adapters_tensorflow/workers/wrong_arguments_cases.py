@@ -44,16 +44,28 @@ def a_second_compressor_for_an_optimizer_whose_momentum_is_taken():
     inner = keras.optimizers.SGD(0.1, momentum=0.9)
     dgc.Compression.dgc(optimizer=inner)
     m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner), "outside the training step")
+    m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner, momentum=0), "outside the training step")
     inner.momentum = 0.5
     assert dgc.Compression.dgc(optimizer=inner).adoption.momentum == 0.5
+
+
+@case("keras3")
+def a_second_compressor_for_an_optimizer_whose_beta_1_is_taken():
+    inner = keras.optimizers.Adam(0.1)
+    dgc.Compression.dgc(optimizer=inner)
+    for options in ({}, {"momentum": 0}):
+        m.assert_raises(lambda: dgc.Compression.dgc(optimizer=inner, **options), "outside the training step")  # noqa: B023
+    inner.beta_1 = 0.5
+    assert dgc.Compression.dgc(optimizer=inner).adoption.moment.beta1 == 0.5
 
 
 @case
 def what_a_tape_cannot_take_over():
     model = m.make_model()
-    scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
-    compression = dgc.Compression.dgc(optimizer=scaled)
-    m.assert_raises(lambda: m.tape_step(model, compression), "loss_scale=optimizer")
+    for inner in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)):
+        scaled = keras.mixed_precision.LossScaleOptimizer(inner)
+        compression = dgc.Compression.dgc(optimizer=scaled)
+        m.assert_raises(lambda: m.tape_step(model, compression), "loss_scale=optimizer")  # noqa: B023
     scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     m.tape_step(model, dgc.Compression.dgc(optimizer=scaled, loss_scale=scaled))
 
