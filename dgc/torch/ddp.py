@@ -36,7 +36,7 @@ from dgc.torch.checkpoint import gathered_states, load_for_trainer, load_gathere
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.ddp_front_end import DDPFrontEnd
 from dgc.torch.distributed import DistributedJob
-from dgc.torch.front_end import require_free
+from dgc.torch.front_end import require_free, unwrapped
 from dgc.torch.untraced import untraced, weakly
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class CompressionState(Joinable):
         """
         self.compression.use_job(DistributedJob(self._group))
         with self.compression.errors_on_all_ranks():
-            while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-                optimizer = inner
+            optimizer = unwrapped(optimizer)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
             if hasattr(optimizer, "skip_synchronize"):
