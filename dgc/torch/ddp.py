@@ -305,8 +305,12 @@ def lightning_callback(compression: DGCCompressor) -> "lightning.Callback":
         loaded: dict[str, Any] | None = None
 
         def on_train_start(self, trainer: "lightning.Trainer", pl_module: "lightning.LightningModule") -> None:
-            (optimizer,) = trainer.optimizers
-            self.state = register(trainer.strategy.model, optimizer, compression)
+            if len(trainer.optimizers) != 1:  # the same on all ranks
+                raise ConfigError(
+                    f"configure_optimizers() returns {len(trainer.optimizers)} optimizers: with lightning_callback() "
+                    "one optimizer must own all parameters of the model"
+                )
+            self.state = register(trainer.strategy.model, trainer.optimizers[0], compression)
             if self.loaded is not None:  # a state was loaded before there was an optimizer
                 self.state.load_state_dict(self.loaded)
                 self.loaded = None
