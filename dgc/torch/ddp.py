@@ -36,7 +36,7 @@ from dgc.torch.checkpoint import gathered_states, load_for_trainer, load_gathere
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.ddp_front_end import DDPFrontEnd
 from dgc.torch.distributed import DistributedJob
-from dgc.torch.front_end import require_free
+from dgc.torch.front_end import require_free, unwrapped
 from dgc.torch.untraced import untraced, weakly
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ class CompressionState(Joinable):
         """
         self.compression.use_job(DistributedJob(self._group))
         with self.compression.errors_on_all_ranks():
-            while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-                optimizer = inner
+            optimizer = unwrapped(optimizer)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise ConfigError(f"optimizer is {optimizer!r}; give a torch.optim.Optimizer")
             if hasattr(optimizer, "skip_synchronize"):
@@ -306,8 +305,12 @@ def lightning_callback(compression: DGCCompressor) -> "lightning.Callback":
         loaded: dict[str, Any] | None = None
 
         def on_train_start(self, trainer: "lightning.Trainer", pl_module: "lightning.LightningModule") -> None:
-            (optimizer,) = trainer.optimizers
-            self.state = register(trainer.strategy.model, optimizer, compression)
+            if len(trainer.optimizers) != 1:  # the same on all ranks
+                raise ConfigError(
+                    f"configure_optimizers() returns {len(trainer.optimizers)} optimizers: with lightning_callback() "
+                    "one optimizer must own all parameters of the model"
+                )
+            self.state = register(trainer.strategy.model, trainer.optimizers[0], compression)
             if self.loaded is not None:  # a state was loaded before there was an optimizer
                 self.state.load_state_dict(self.loaded)
                 self.loaded = None

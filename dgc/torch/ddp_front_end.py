@@ -126,8 +126,10 @@ class DDPFrontEnd(FrontEnd):
         if not self.begun:
             self._require_stepped()
             self.engine.refuse_results(index)
+            # The exchange begins with the first bucket, and reads the optimizer's options there. A script may step its
+            # scheduler between passes inside no_sync().
+            self.engine.results_cleared()
             self.begun, self.averaged, self._joined = True, False, False
-            self.engine.begin()
 
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""

@@ -193,6 +193,8 @@ class FrontEnd:
     def _refuse_stranger(self, optimizer: torch.optim.Optimizer) -> None:
         if self.update is not None or self._replaced or hasattr(optimizer, "skip_synchronize"):
             return  # this optimizer is a part of the owner, or exchanges these gradients itself, with its own checks
+        if self.owns(unwrapped(optimizer)):
+            return  # its step() calls the owner's
         if not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
             self.engine.refuse_another(optimizer)
 
@@ -283,6 +285,13 @@ def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], re
                     f"compressor was built but has one now, which is not averaged: {rebuild} after adding or "
                     "unfreezing parameters"
                 )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that a wrapper holds as ``optimizer``, as Accelerate's, Lightning's and Lookahead do."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def front_ends(ids: set[int]) -> list[FrontEnd]:

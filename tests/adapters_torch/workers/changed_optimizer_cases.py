@@ -73,6 +73,38 @@ def of_which_the_compressor_has_nothing_may_be_replaced_as_in_dense_training(fir
         assert_close(model, dense)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and moves the parameters back halfway after every second step."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.param_groups, self.steps = optimizer, optimizer.param_groups, 0
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+@case(wraps_first=(False, True))
+def around_the_bound_one_may_step_it(wraps_first):
+    def trained(hook):
+        model = DistributedDataParallel(make_model())
+        bound = OPTIMIZERS["SGD momentum"](model.parameters())
+        lookahead = Lookahead(bound)
+        if hook:
+            given = lookahead if wraps_first else bound
+            dgc.ddp.register(model, given, close_later(dgc.Compression.dgc(**EXACT)))
+        train(model, lookahead, range(6))
+        return model
+
+    assert_close(trained(True), trained(False))
+
+
 @case
 def inside_the_step_of_the_bound_one_is_a_part_of_it():
     """A sharded optimizer steps one more on each rank."""

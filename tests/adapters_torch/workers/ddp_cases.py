@@ -88,6 +88,19 @@ def accumulating(model, optimizer):
         optimizer.step()
 
 
+def scheduled_in_each_pass(model, optimizer):
+    """The momentum of the update is that of the time of step(), not that of the first of the passes."""
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=50)
+    for step in range(20):
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss_of(model, 2 * step).backward()
+        scheduler.step()
+        loss_of(model, 2 * step + 1).backward()
+        optimizer.step()
+        scheduler.step()
+
+
 def scheduled(model, optimizer):
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=30)
     for step in range(20):
@@ -115,6 +128,7 @@ def synced_twice(model, optimizer):
 LOOPS = {
     "accumulating": (accumulating, EXACT, 20),
     "scheduled": (scheduled, EXACT, 20),
+    "scheduled in each pass": (scheduled_in_each_pass, EXACT, 20),
     "clipping": (clipping, LEFT, 20),
     "synced twice": (synced_twice, LEFT, 40),
 }

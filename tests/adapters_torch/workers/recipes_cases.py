@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import torch
 import torch.distributed as dist
 from _digits import digits, make_model
-from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, digest, gathered
+from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, digest, gathered, on_every_rank
 from torch.utils.data import DataLoader
 from worker_tools import case
 
@@ -119,6 +119,21 @@ def lightning_resumes_adamw():
     adamw = partial(torch.optim.AdamW, lr=1e-3)
     with patch.object(lightning_digits.Classifier, "configure_optimizers", lambda self: adamw(self.parameters())):
         check_resume(lightning_digits.train, checkpoint="{}/epoch=0.ckpt")
+
+
+@case
+def lightning_with_two_optimizers_is_refused():
+    import lightning_digits
+
+    def two(self):
+        return [torch.optim.SGD([p], lr=0.04) for p in self.parameters()][:2]
+
+    with patch.object(lightning_digits.Classifier, "configure_optimizers", two):
+        with patch.object(lightning_digits.Classifier, "automatic_optimization", False):
+            compression = dgc.Compression.dgc()
+            on_every_rank(
+                dgc.ConfigError, "returns 2 optimizers", lambda: lightning_digits.train(compression, epochs=1)
+            )
 
 
 @case
