@@ -415,8 +415,7 @@ class Engine(EngineBase):
         assert group is not None, "it was made with the graph"
         self.follow_moment(group)
         made = group.run(indices, gradients, parameters, self.adoption.hyper, learning_rate, follows=follows)
-        if self.observers:
-            self._tell_observers()
+        self._after_step()
         return made
 
     def fail(self, error: DGCError) -> NoReturn:
