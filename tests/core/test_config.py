@@ -143,7 +143,7 @@ def test_a_second_choice_of_the_sparsity_is_refused(other):
 
 @pytest.mark.parametrize("name", ["topk", "onebit", "qsgd"])
 def test_other_compressors_say_who_takes_the_number_of_steps(name):
-    with pytest.raises(TypeError, match="'steps'; only Compression.dgc chooses the sparsity from it; valid options"):
+    with pytest.raises(TypeError, match=r"'steps'; only Compression\.dgc chooses the sparsity from it; valid options"):
         make_config({"steps": 100}, algorithm=name)
 
 
