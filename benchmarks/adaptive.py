@@ -1,11 +1,19 @@
-"""Train with DGC and Adam or AdamW on three tasks, over Gloo: the loss, and the bytes of the whole run.
+r"""Train with DGC and Adam or AdamW on three tasks, over Gloo: the loss, and the bytes of the whole run.
 
     torchrun --nproc-per-node 2 benchmarks/adaptive.py gpt 1200 dense density=0.05,beta2=0.99,from=0.2 --seeds 0 1
 
-Each word after the number of steps is one training: ``dense``; ``powersgd=4`` (DDP's hook, of that rank); ``steps``, as
-a user writes it: the optimizer as it is, and ``Compression.dgc(steps=...)``; or DGC's settings, joined by commas. Equal
-steps, rates and data for all. With ``--json FILE`` the rows are added to a file, and trainings that it holds already
-are not repeated.
+Each word after the number of steps is one training: ``dense``; ``fp16`` and ``powersgd=4``, DDP's hooks, the latter of
+that rank; ``onebit=0.15``, a hook as in 1-bit Adam, after dense steps that are this share of all; ``steps``, as a user
+writes it: the optimizer as it is, and ``Compression.dgc(steps=...)``; or DGC's settings, joined by commas. Equal steps,
+rates and data for all. With ``--json FILE`` the rows are added to a file, and trainings that it holds already are not
+repeated.
+
+``--timed RATE`` evaluates nothing and writes the median time of a step in the last half of the steps, and the median of
+a rank's processor time, which depends less on what else the machine does. The hosts and links of that rate are those of
+``benchmarks/network`` (root and iproute2 needed):
+
+    python benchmarks/network/run.py --hosts 2 --rate 1gbit --pin -- sh -c 'MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 \
+      WORLD_SIZE=2 RANK=$OMPI_COMM_WORLD_RANK python benchmarks/adaptive.py gpt-10m 14 dense steps --timed 1gbit'
 
 Settings of DGC: ``density`` of the entries sent; ``ramp``, a share of the steps at whose equal parts the ``first``
 densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from`` a share of the steps on; ``masking``;
@@ -23,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
@@ -43,14 +52,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from machine import facts  # noqa: E402
 from torch import nn  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import dgc.torch as dgc  # noqa: E402
 
 Batches = Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
-EVALUATIONS = 6
-"""Points of a curve."""
 FROZEN = 1 - 1e-9
 """The beta2 of a second moment that stays: torch divides by 0 at 1."""
 
@@ -300,25 +307,103 @@ class Dense:
         self._optimizer.step()
 
 
-class PowerSGD:
-    """DDP with its hook, after two dense steps."""
+class Hooked:
+    """DDP with one of its own hooks: fp16, or PowerSGD of a rank, after two dense steps."""
 
-    def __init__(self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    def __init__(self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int | None) -> None:
         self._clip, self._model, self._optimizer = task.clip, model, optimizer
         # One bucket: with several, Gloo's threads begin the collectives in another order on each rank, and wait.
         self.forward = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=10_000)
-        self._state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        self.forward.register_comm_hook(self._state, powerSGD_hook.powerSGD_hook)
-        self._all = sum(p.numel() for p in model.parameters())
+        self._all, self._made, self._state = sum(p.numel() for p in model.parameters()), 0, None
+        if rank is None:
+            self.forward.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        else:
+            self._state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+            self.forward.register_comm_hook(self._state, powerSGD_hook.powerSGD_hook)
 
     @property
     def bytes(self) -> int:
+        if self._state is None:
+            return 2 * self._all * self._made
         return 4 * (2 * self._all + self._state.compression_stats()[2])
 
     def step(self) -> None:
         if self._clip:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         self._optimizer.step()
+        self._made += 1
+
+
+class OneBit:
+    """DDP with a hook as in 1-bit Adam (Tang et al., 2021).
+
+    The first ``dense`` steps are Adam's. Then its second moment stays as it is, and every rank adds its own gradient to
+    the mean first moment, sends the signs and one scale for each row of a matrix, and adds what that leaves out in the
+    next step. The messages of all ranks are gathered and averaged; 1-bit Adam compresses this mean once more, which on
+    two ranks saves no bytes. A rank's gradient is clipped to the norm times the square root of the ranks, as dgc does.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, dense: int) -> None:
+        self._clip, self._optimizer, self._dense, self._made, self.bytes = task.clip, optimizer, dense, 0, 0
+        self._model, self._ranks = model, dist.get_world_size()
+        self._first: dict[nn.Parameter, torch.Tensor] = {}  # the mean first moment
+        self._left: dict[nn.Parameter, torch.Tensor] = {}  # what this rank has not sent
+        self.forward = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=10_000)
+        self.forward.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
+
+    def step(self) -> None:
+        if self._clip and self._made < self._dense:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        self._optimizer.step()
+        self._made += 1
+        if self._made == self._dense:
+            (group,) = self._optimizer.param_groups
+            self._beta, second = group["betas"]
+            freeze(self._optimizer, second)
+            group["betas"] = (0.0, FROZEN)
+            for parameter, state in self._optimizer.state.items():
+                self._first[parameter] = state["exp_avg"].clone()
+                self._left[parameter] = torch.zeros_like(parameter)
+
+    def _hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        flat = bucket.buffer()
+        if self._made < self._dense:
+            self.bytes += 4 * flat.numel()
+            return default_hooks.allreduce_hook(None, bucket)
+        limit = (self._clip or math.inf) * math.sqrt(self._ranks)
+        weight = (1 - self._beta) * min(1.0, limit / (flat.norm().item() + 1e-6))
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        scales, signs = [], []
+        for parameter, gradient in pairs:
+            wanted = self._left[parameter].add_(self._first[parameter], alpha=self._beta).add_(gradient, alpha=weight)
+            rows = wanted if wanted.dim() == 2 else wanted[None]
+            scales.append(rows.abs().mean(1))
+            signs.append(rows >= 0)
+            rows -= torch.where(signs[-1], scales[-1][:, None], -scales[-1][:, None])
+        packed = np.packbits(torch.cat([each.flatten() for each in signs]).numpy())
+        message = torch.cat([torch.cat(scales).view(torch.uint8), torch.from_numpy(packed)])
+        self.bytes += message.numel()
+        messages = [torch.empty_like(message) for _ in range(self._ranks)]
+        dist.all_gather(messages, message)
+        flat.zero_()
+        for each in messages:
+            self._add(each, pairs)
+        for parameter, gradient in pairs:
+            self._first[parameter].copy_(gradient)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(flat)
+        return done
+
+    def _add(self, message: torch.Tensor, pairs: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Add a rank's share of the mean to the gradients."""
+        rows = [len(p) if p.dim() == 2 else 1 for p, _ in pairs]
+        scales = message[: 4 * sum(rows)].view(torch.float32) / self._ranks
+        signs = torch.from_numpy(np.unpackbits(message[4 * sum(rows) :].numpy()))
+        begin = 0
+        for (_, gradient), scale in zip(pairs, scales.split(rows), strict=True):
+            part = signs[begin : begin + gradient.numel()].view(len(scale), -1)
+            gradient += torch.where(part > 0, scale[:, None], -scale[:, None]).view_as(gradient)
+            begin += gradient.numel()
 
 
 class DGC:
@@ -386,8 +471,8 @@ def freeze(optimizer: torch.optim.Optimizer, second: float, scale: float = 1.0) 
         state["step"].fill_(1e12)
 
 
-def train(task: Task, data: Any, word: str, steps: int, seed: int) -> dict[str, Any]:
-    """One training; the row is the same on all ranks but for the bytes."""
+def train(task: Task, data: Any, word: str, steps: int, seed: int, points: int) -> dict[str, Any]:
+    """One training with a curve of some points; the row is the same on all ranks but for the bytes and seconds."""
     draw, held = data
     torch.manual_seed(seed)
     model = task.model()
@@ -400,11 +485,13 @@ def train(task: Task, data: Any, word: str, steps: int, seed: int) -> dict[str, 
     method: Any
     if word.startswith("dense") and not word.startswith("dense="):
         method = Dense(task, model, optimizer)
-    elif "powersgd" in given:
-        method = PowerSGD(task, model, optimizer, int(given["powersgd"]))
+    elif word == "fp16" or "powersgd" in given:
+        method = Hooked(task, model, optimizer, int(given["powersgd"]) if "powersgd" in given else None)
+    elif "onebit" in given:
+        method = OneBit(task, model, optimizer, round(float(given["onebit"]) * steps))
     else:
         method = DGC(task, model, optimizer, given, steps)
-    forward, curve, began = getattr(method, "forward", model), [], time.monotonic()
+    forward, curve, began, ends = getattr(method, "forward", model), [], time.monotonic(), []
     for step in range(steps):
         if "from" in given and step == round(float(given["from"]) * steps):
             group = optimizer.param_groups[0]
@@ -417,8 +504,15 @@ def train(task: Task, data: Any, word: str, steps: int, seed: int) -> dict[str, 
         inputs, wanted = draw(generator)
         task.loss(forward(inputs), wanted).backward()
         method.step()
-        if (step + 1) % max(1, steps // EVALUATIONS) == 0:
+        ends.append((time.monotonic(), time.process_time()))
+        if points and (step + 1) % max(1, steps // points) == 0:
             curve.append([step + 1, *evaluated(task, model, held)])
+    if not points:
+        last = ends[-(steps // 2) - 1 :]
+        wall, processor = (
+            statistics.median(end[i] - begin[i] for begin, end in itertools.pairwise(last)) for i in (0, 1)
+        )
+        return {"setting": word, "seed": seed, "steps": steps, "step": wall, "processor": processor}
     size = sum(p.numel() for p in model.parameters())
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
@@ -459,8 +553,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("steps", type=int)
-    parser.add_argument("settings", nargs="+", help="dense, powersgd=RANK, or DGC's: see above")
+    parser.add_argument("settings", nargs="+", help="dense, fp16, powersgd=RANK, onebit=SHARE, or DGC's: see above")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--points", type=int, default=6, help="at which the held-out loss is measured")
+    parser.add_argument("--timed", metavar="RATE", help="only the seconds of a step, over links of this rate")
     parser.add_argument("--json", type=Path, help="rows are added to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -471,17 +567,23 @@ def main() -> None:
     if options.json and options.json.exists():
         report = json.loads(options.json.read_text())
     report |= facts("torch", "numpy", "numba")
-    done = {(row["setting"], row["steps"], row["seed"]) for row in report["rows"]}
+    done = {(row["setting"], row["steps"], row["seed"], row.get("rate")) for row in report["rows"]}
     dist.barrier()
     for seed in options.seeds:
         for word in options.settings:
-            if (word, options.steps, seed) in done:
+            if (word, options.steps, seed, options.timed) in done:
                 continue
-            row = train(task, data, word, options.steps, seed)
+            row = train(task, data, word, options.steps, seed, 0 if options.timed else options.points)
             if first:
-                print(f"{options.task} {options.steps} {word} seed {seed}: loss {row['loss']:.4f}",
-                      f"{row.get('accuracy', 0):.2f} fewer {row['fewer']:.1f} {row['seconds']} s",
-                      "" if row["identical"] else "RANKS DIFFER", flush=True)  # fmt: skip
+                said = f"{options.task} {options.steps} {word} seed {seed}:"
+                if options.timed:
+                    row["rate"] = options.timed
+                    print(said, f"{row['step']:.3f} s a step at {options.timed},",
+                          f"{row['processor']:.3f} s of the processor", flush=True)  # fmt: skip
+                else:
+                    print(said, f"loss {row['loss']:.4f}",
+                          f"{row.get('accuracy', 0):.2f} fewer {row['fewer']:.1f} {row['seconds']} s",
+                          "" if row["identical"] else "RANKS DIFFER", flush=True)  # fmt: skip
                 report["rows"].append(row)
                 if options.json:
                     head = json.dumps({k: v for k, v in report.items() if k != "rows"}, indent=1).removesuffix("\n}")

@@ -1,6 +1,6 @@
 """Draw the figures of docs/ from benchmarks/results: ``make figures``.
 
-docs/step-time.svg: step time against bandwidth, by method, of end-to-end-bandwidth.json.
+docs/step-time.svg: step time against bandwidth, by method, of powersgd.json.
 docs/adamw.svg: a GPT's loss in the course of the training, by method, of adaptive-gpt-10m.json.
 """
 
@@ -23,14 +23,15 @@ METADATA = {"Date": None, "Creator": None}
 SIZE = (5, 3.6)  # inches: on a phone, the letters are then as large as those of the text
 
 LINES = {
-    "dense": ("dense float32", "C3", "o-"),
-    "fp16": ("16 bits", "C1", "s-"),
-    "powersgd": ("PowerSGD, rank 1", "C4", "^-"),
-    "dgc-b": ("DGC, 0.1 %", "C0", "D-"),
-    "none": ("no exchange", "0.5", "--"),
+    "dense": ("dense DDP", "C3", "o-"),
+    "fp16": ("DDP's hook for 16 bits", "C1", "s-"),
+    "powersgd-1": ("DDP's PowerSGD hook, rank 1", "C4", "^-"),
+    "dgc-hook": ("DDP with dgc's hook, 0.1 %", "C0", "D--"),
+    "dgc": ("dgc's optimizer, 0.1 %", "C0", "D-"),
 }
 """Of the benchmark's methods: label, colour, style."""
-
+RATES = {"100mbit": 100, "1gbit": 1000, "10gbit": 10_000}
+"""Of the links, in Mbit/s."""
 
 TRAININGS = {
     "dense": ("dense", "C3", "o-"),
@@ -42,21 +43,19 @@ TRAININGS = {
 
 def step_time() -> Path:
     """Draw step times."""
-    rows = json.loads((RESULTS / "end-to-end-bandwidth.json").read_text())["rows"]
+    found = json.loads((RESULTS / "powersgd.json").read_text())
+    seconds = {(row["method"], row["rate"]): row["seconds"] for row in found["rows"] if row["model"] == "mlp"}
     figure, axes = plt.subplots(figsize=SIZE)
     for method, (label, color, style) in LINES.items():
-        points = sorted((row["carried"] / 1e6, row["ratio_to_none"]) for row in rows if row["method"] == method)
-        rates, ratios = [rate for rate, _ in points], [ratio for _, ratio in points]
-        axes.plot(rates, [ratio[0] for ratio in ratios], style, color=color, label=label)
-        axes.fill_between(rates, [r[1] for r in ratios], [r[2] for r in ratios], color=color, alpha=0.15, lw=0)
-    axes.set(xscale="log", yscale="log", xlabel="what the link carries, Mbit/s", ylabel="step time / no exchange")
-    ticks = [1, 2, 5, 10, 20, 50, 100]
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+        times = [1000 * seconds[method, rate] for rate in RATES]
+        axes.plot(list(RATES.values()), times, style, color=color, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="speed of the network, Mbit/s", ylabel="a training step, ms")
+    ticks = [50, 100, 200, 500, 1000, 2000, 5000, 10_000]
+    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xticks(list(RATES.values()), [f"{rate:,}" for rate in RATES.values()])
     axes.minorticks_off()
-    rates = sorted({round(row["carried"] / 1e6) for row in rows})
-    axes.set_xticks(rates, [f"{rate:,}" for rate in rates])
-    parameters, ranks = rows[0]["parameters"] / 1e6, rows[0]["ranks"]
-    axes.set_title(f"A training step of {parameters:.0f} million parameters (MLP) on {ranks} hosts", fontsize=10)
+    axes.set_title(f"A training step of 23 million parameters (MLP) on {found['ranks']} hosts", fontsize=10)
+    axes.legend(fontsize=9, ncol=2, loc="upper center", bbox_to_anchor=(0.45, -0.24))
     return saved(figure, axes, "step-time.svg")
 
 
@@ -71,13 +70,13 @@ def adamw() -> Path:
     axes.set(xlabel="step", ylabel="loss of held-out text, nats a byte")
     parameters = found["rows"][0]["parameters"] / 1e6
     axes.set_title(f"A GPT of {parameters:.0f} million parameters with AdamW on {found['ranks']} ranks", fontsize=10)
+    axes.legend(fontsize=9)
     return saved(figure, axes, "adamw.svg")
 
 
 def saved(figure: Any, axes: Any, name: str) -> Path:
     """Write a figure into the documentation."""
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
     figure.tight_layout()
     figure.savefig(DOCS / name, metadata=METADATA)
     return DOCS / name

@@ -90,8 +90,8 @@ def examine(found: Mapping[str, Facts]) -> list[Finding]:
     for name in ("torch", "tensorflow"):
         if "error" in found[name]:
             error(f"{name} is installed and cannot be imported: {_why(found[name])}", f"reinstall {name}")
-    if has("torch") and _version(found["torch"]) < (2, 6):
-        error(f"PyTorch {found['torch']['version']} is older than 2.6", 'pip install "torch>=2.6"')
+    if has("torch") and _version(found["torch"]) < (2, 7):
+        error(f"PyTorch {found['torch']['version']} is older than 2.7", 'pip install "torch>=2.7"')
     if "missing" in found["torch"] and "missing" in found["tensorflow"]:
         error("there is neither PyTorch nor TensorFlow", 'pip install ".[torch]" or ".[tensorflow]" in a checkout')
     build = "python -m dgc build-horovod --install --force"

@@ -94,7 +94,7 @@ class Costs:
         if self.dense <= 1.1 * least:
             return "stay dense: no compression is faster here"
         if least == self.half:
-            return "compression=hvd.Compression.fp16, or DDP's fp16_compress_hook"
+            return "compression=dgc.Compression.fp16, or DDP's fp16_compress_hook"
         return f"compression=dgc.Compression.dgc({training.option})"
 
 

@@ -76,6 +76,14 @@ def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
         )
 
 
+def warn_of_more_steps(steps: int) -> None:
+    """Warn that more steps were made than the option ``steps`` says. Call it on one rank."""
+    warn_once(
+        f"this training has more steps than Compression.dgc(steps={steps}) says: give the number of optimizer steps in "
+        "the whole training, for example epochs * len(loader); dgc chooses from it how much to send"
+    )
+
+
 def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:
     """Warn if both the compressor and the optimizer smooth gradients. This is no error: a user may want it."""
     if not momentum or not isinstance(beta1, (int, float)) or not beta1 > 0:

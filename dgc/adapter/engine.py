@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
 from dgc.adapter.agreement import agree_or_raise
+from dgc.adapter.checks import warn_of_more_steps
 from dgc.core.collectives import Transport
 from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
@@ -128,6 +129,15 @@ class EngineBase(abc.ABC):
     def stats(self) -> Stats:
         """The exchange's counters."""
         return Stats() if self._exchange is None else self._exchange.stats
+
+    def _after_step(self) -> None:
+        """Warn on rank 0 if the training is longer than ``steps=`` says, and call the observers."""
+        assert self._exchange is not None, "a step has ended"
+        steps = self._config.steps
+        if steps is not None and self._exchange.state.step == steps + 1 and self.transport.rank == 0:
+            warn_of_more_steps(steps)
+        if self.observers:
+            self._tell_observers()
 
     def _tell_observers(self) -> None:
         assert self._exchange is not None, "a step has ended"

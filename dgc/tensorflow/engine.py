@@ -246,8 +246,7 @@ class Engine(EngineBase):
             self._warn_of_loss()
         follows = self.adoption.taken
         made = self.run(indices, gradients, learning_rate, parameters, follows=follows)
-        if self.observers:
-            self._tell_observers()
+        self._after_step()
         return made
 
     def run(

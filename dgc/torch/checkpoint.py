@@ -527,6 +527,6 @@ def _why_refused(file: Path | BinaryIO, error: Exception) -> str:
         return str(error).splitlines()[0]
     try:
         kinds = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # torch < 2.6, or a damaged file
+    except Exception:  # the file is damaged
         kinds = []
     return f"it holds {', '.join(kinds[:_SHOWN])}" if kinds else "it holds something else than numbers and tensors"

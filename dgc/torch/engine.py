@@ -284,8 +284,7 @@ class Engine(EngineBase):
                 sums=list(map(sum_of_bits, self.parameters)),
             )
         self._memory.end()
-        if self.observers:
-            self._tell_observers()
+        self._after_step()
 
     def _fail_with(self, error: DGCError) -> None:
         """Store an error that the exchange has raised and that ends the step."""

@@ -100,7 +100,7 @@ class FakeEngine(EngineBase):
             results.append(np.empty(p.numel, np.float32))
             self._exchange.submit(i, rng.standard_normal(p.numel).astype(np.float32) * np.float32(scale), results[-1])
         self._exchange.finish()
-        self._tell_observers()
+        self._after_step()
         return results
 
     def fail(self, error):

@@ -27,7 +27,7 @@ def arguments(**options):
     ("costs", "advice"),
     [
         (Costs(dense=9.0, half=5.0, sparse=(1.0,)), "compression=dgc.Compression.dgc(steps=1000)"),
-        (Costs(dense=9.0, half=5.0, sparse=(6.0,)), "compression=hvd.Compression.fp16"),
+        (Costs(dense=9.0, half=5.0, sparse=(6.0,)), "compression=dgc.Compression.fp16"),
         (Costs(dense=1.05, half=1.0, sparse=(3.0,)), "stay dense"),
     ],
     ids=["slow", "medium", "fast"],
@@ -40,7 +40,7 @@ def test_the_ramp_up_counts_by_its_steps():
     """It is a fifth of a training with AdamW."""
     training = training_of(arguments(optimizer="adamw"))
     assert Costs(9.0, 5.0, (12.0, 3.0)).advice(training) == "compression=dgc.Compression.dgc(steps=1000)"
-    assert Costs(9.0, 5.0, (14.0, 3.0)).advice(training).startswith("compression=hvd.Compression.fp16")
+    assert Costs(9.0, 5.0, (14.0, 3.0)).advice(training).startswith("compression=dgc.Compression.fp16")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

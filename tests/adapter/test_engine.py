@@ -1,5 +1,7 @@
 """The shared half of an engine, over ranks that are threads."""
 
+import warnings
+
 import pytest
 from fakes import FakeEngine
 
@@ -37,6 +39,22 @@ def test_a_density_is_a_number_that_a_person_would_write():
         return told
 
     assert run_ranks(2, one_rank) == [0.001] * 2
+
+
+def test_one_rank_warns_once_in_a_training_of_more_steps_than_the_option_says():
+    def one_rank(transport):
+        engine, told = FakeEngine(transport, make_config({"momentum": 0.5, "steps": 3})), []
+        for number in range(6):
+            engine.step(number)
+            told.append(len(seen))
+        engine.close()
+        return told
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        told, _ = run_ranks(2, one_rank)
+    assert told == [0, 0, 0, 1, 1, 1]
+    assert "more steps than Compression.dgc(steps=3) says" in str(seen[0].message)
 
 
 @pytest.mark.parametrize("waits", [False, True])

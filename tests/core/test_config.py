@@ -141,6 +141,12 @@ def test_a_second_choice_of_the_sparsity_is_refused(other):
         make_config({"steps": 100, **other})
 
 
+@pytest.mark.parametrize("name", ["topk", "onebit", "qsgd"])
+def test_other_compressors_say_who_takes_the_number_of_steps(name):
+    with pytest.raises(TypeError, match=r"'steps'; only Compression\.dgc chooses the sparsity from it; valid options"):
+        make_config({"steps": 100}, algorithm=name)
+
+
 @pytest.mark.parametrize(("steps", "density"), [(10, 0.05), (2000, 0.05), (5000, 0.02), (10**6, ADAPTIVE_FLOOR)])
 def test_an_adaptive_optimizer_gets_a_density_of_its_own(steps, density):
     config = make_config({"steps": steps})

@@ -72,7 +72,7 @@ BROKEN = {
     "old NumPy": ({"numpy": "__version__ = '1.24.0'\n"}, 1, "NumPy 1.24.0 is older than 1.26", "numpy>=1.26"),
     "old PyTorch": (
         {"torch": TORCH.format(cuda=None, gpu=False).replace("2.13.0", "2.3.1")}, 1,
-        "PyTorch 2.3.1 is older than 2.6", "torch>=2.6",
+        "PyTorch 2.3.1 is older than 2.7", "torch>=2.7",
     ),
     "no Numba": ({"numba": ABSENT.format("numba")}, 1, "numba cannot be imported", "pip install numba"),
     "no framework": ({"torch": ABSENT.format("torch")}, 1, "neither PyTorch nor TensorFlow", ".[torch]"),

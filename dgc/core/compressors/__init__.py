@@ -92,6 +92,8 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     unknown = [name for name in options if name not in valid]
     if unknown:
         close = [f"did you mean {name}? " for name in difflib.get_close_matches(unknown[0], valid, 1)]
+        if unknown[0] == "steps":
+            close = ["only Compression.dgc chooses the sparsity from it; "]
         raise TypeError(
             f"Compression.{owner or algorithm} got an unknown option {unknown[0]!r}; {''.join(close)}valid options: "
             f"{', '.join(valid)}"

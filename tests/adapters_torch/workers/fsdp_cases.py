@@ -1,5 +1,6 @@
 """FSDP2 in each of two nodes of two ranks, our exchange between the nodes; Horovod and mpi4py cannot be imported."""
 
+import contextlib
 import copy
 import tempfile
 import warnings
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, close_later
+from worker_tools import SkipCase, case, close_later
 
 import dgc.torch as dgc
 from dgc.core.config import bias_correction
@@ -93,13 +94,25 @@ def assert_identical(model):
     assert one != two, "shards do not differ"
 
 
+@contextlib.contextmanager
+def reference():
+    """Skip the case where PyTorch's own HSDP does not run over Gloo, as with 2.7."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Cannot use ReduceOp.AVG with Gloo" not in str(error):
+            raise
+        raise SkipCase("PyTorch's HSDP does not run over Gloo") from None
+
+
 def equals_hsdp(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), **SGD), steps=20, **options):
     """Train twice: ours over one-dimensional shards, and torch's own over the whole mesh."""
     how = options.pop("how", {})
     model, expected = make_model(**how), make_model(None, **how)
     optimizer, _compression = wrap(model, make_optimizer(model), **{**EXACT, **options.pop("compression", {})})
     train(optimizer, model, steps, **options)
-    train(make_optimizer(expected), expected, steps, **options)
+    with reference():
+        train(make_optimizer(expected), expected, steps, **options)
     assert_close(shards(model), shards(expected))
     assert_identical(model)
 
@@ -149,7 +162,9 @@ def unused_and_frozen_layers_are_left_alone():
             train(optimizer, model, 1, step)
         return model, compression
 
-    (model, _compression), (expected, _) = trained("shard", True), trained(None, False)
+    model, _compression = trained("shard", True)
+    with reference():
+        expected, _ = trained(None, False)
     assert_close(shards(model), shards(expected))
     assert_identical(model)
 

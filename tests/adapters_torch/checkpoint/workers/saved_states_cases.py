@@ -1,5 +1,6 @@
 """Under torchrun: states of optimizer and compressor, loaded in any order, together or one without the other."""
 
+import importlib.util
 import io
 import itertools
 import shutil
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from adapters_torch.torchrun_tools import assert_identical, digest, gathered, loss_of, make_model, on_every_rank
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, close_later
+from worker_tools import SkipCase, case, close_later
 
 import dgc.torch as dgc
 from dgc.torch.ddp import trainer_callback
@@ -295,6 +296,8 @@ class Trainers:
     """Checkpoints of Hugging Face's Trainer at step 5, in a folder that all ranks share."""
 
     def __init__(self):
+        if importlib.util.find_spec("transformers") is None:
+            raise SkipCase("transformers is not installed")
         self.folder = Path(gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0])
         self.checkpoint = self.folder / "checkpoint-5"
         self.arguments = SimpleNamespace(resume_from_checkpoint=None, output_dir=self.folder)
