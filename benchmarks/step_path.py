@@ -1,18 +1,20 @@
 """Count the files, functions and calls of the package that one steady training step passes, on all threads.
 
-Usage: mpirun -np 2 python benchmarks/step_path.py
+Usage:
+    mpirun -np 2 python benchmarks/step_path.py           dgc's optimizer, under Horovod
+    torchrun --nproc-per-node 2 benchmarks/step_path.py   DDP's hook
 """
 
 from __future__ import annotations
 
 import collections
+import os
 import sys
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 import dgc
@@ -22,14 +24,22 @@ HOME = str(Path(dgc.__file__).parent)
 
 
 def main() -> None:
-    hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = dgc_torch.DistributedOptimizer(
-        optimizer, model.named_parameters(), compression=dgc_torch.Compression.dgc(sparsity=0.99)
-    )
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    compression = dgc_torch.Compression.dgc(sparsity=0.99)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        torch.distributed.init_process_group("gloo")
+        rank = torch.distributed.get_rank()
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        dgc_torch.ddp.register(model, optimizer, compression)
+    else:
+        import horovod.torch as hvd
+
+        hvd.init()
+        rank = hvd.rank()
+        optimizer = dgc_torch.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     x = torch.randn(8, 64)
     calls: collections.Counter[Any] = collections.Counter()
     counting = False
@@ -47,7 +57,7 @@ def main() -> None:
         optimizer.step()
     counting = False
     sys.setprofile(None)
-    if hvd.rank() == 0:
+    if rank == 0:
         files = {file for file, _ in calls}
         print(f"{len(files)} files, {len(calls)} functions, {sum(calls.values())} calls")
         if "-v" in sys.argv:

@@ -74,12 +74,12 @@ class EngineBase(abc.ABC):
         """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange."""
 
     @abc.abstractmethod
-    def _extra_state(self) -> dict[str, Any]:
-        """Return the values that this framework saves in addition to the exchange's state."""
-
-    @abc.abstractmethod
     def _take_state(self, saved: dict[str, Any]) -> None:
         """Load a state that is not empty into the exchange."""
+
+    def _extra_state(self) -> dict[str, Any]:
+        """Return the values that this framework saves in addition to the exchange's state."""
+        return {}
 
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the state with the names of this model, which may differ from the saved ones."""
@@ -218,13 +218,11 @@ class EngineBase(abc.ABC):
         require_fit(saved, self.layout, self.names if "kinds" in saved else others)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state of this rank; an empty state resets. Call it on all ranks."""
+        """Load a state that :meth:`require_loadable` accepts, after :meth:`abandon`. An empty state resets."""
         if is_empty(saved):
             self.reset()
-            return
-        self.require_loadable(saved)
-        self.abandon()
-        self._take_state(saved)
+        else:
+            self._take_state(saved)
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""

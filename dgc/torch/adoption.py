@@ -57,6 +57,7 @@ class Adoption:
     """Holds the options that the compressor applies to each parameter, and the optimizer that they come from.
 
     Attributes:
+        index: the index of each parameter in the layout, by the parameter's ``id()``.
         hyper: the options by parameter index, as the core uses them.
         active: whether momentum, or the first moment, is taken from the optimizer.
         options: names of the group options that the compressor applies.
@@ -79,17 +80,17 @@ class Adoption:
             ConfigError: momentum or weight decay is set in ``config`` and in the optimizer, or the optimizer has
                 dampening or ``maximize=True``.
         """
-        self._index = {id(p): i for i, p in enumerate(parameters)}
+        self.index = {id(p): i for i, p in enumerate(parameters)}
         self._names = names
         self._config = config
         self._exchange = exchange
         self._sparsified = {i for i in range(len(parameters)) if exchange.layout.is_sparsified(i)}
         self.hyper = Hyper.uniform(len(parameters), config)
-        plain = not has_own_step(optimizer)
-        self._averages = plain and config.momentum is None and has_moments(optimizer)
-        self.active = self._averages or (plain and config.momentum is None and is_sgd(optimizer))
+        plain = not _has_own_step(optimizer)
+        self._averages = plain and config.momentum is None and _has_moments(optimizer)
+        self.active = self._averages or (plain and config.momentum is None and _is_sgd(optimizer))
         # SGD adds its decay before the momentum, so the decay is adopted wherever the compressor corrects momentum.
-        adopts_decay = plain and is_sgd(optimizer) and (self.active or bool(config.momentum))
+        adopts_decay = plain and _is_sgd(optimizer) and (self.active or bool(config.momentum))
         own = ("betas",) if self._averages else ("momentum", "nesterov") if self.active else ()
         decay = ("weight_decay",) if adopts_decay and config.weight_decay is None else ()
         self.options: tuple[str, ...] = (*own, *decay)
@@ -103,10 +104,10 @@ class Adoption:
         if optimizer is not None:
             self.read(optimizer)
             name, groups = updating_class(optimizer).__name__, optimizer.param_groups
-            if has_moments(optimizer) and not plain and config.momentum is None:
+            if _has_moments(optimizer) and not plain and config.momentum is None:
                 if any(group["betas"][0] for group in groups):
                     warnings.warn(_MOMENT_LEFT.format(name), RuntimeWarning, stacklevel=2)
-            elif is_sgd(optimizer) and not plain:
+            elif _is_sgd(optimizer) and not plain:
                 if any(group.get("momentum") for group in groups):
                     warnings.warn(_LEFT.format(name), RuntimeWarning, stacklevel=2)
                 elif config.momentum and any(group.get("weight_decay") for group in groups):
@@ -128,8 +129,8 @@ class Adoption:
             self._settled.clear()
         first, self._step = self._exchange.selects_from, step or 0
         self._steps = None if step is None or first is None or step < first else step - first
-        groups, sgd = self._groups(optimizer), is_sgd(optimizer)
-        if self._averages and has_moments(optimizer):
+        groups, sgd = self._groups(optimizer), _is_sgd(optimizer)
+        if self._averages and _has_moments(optimizer):
             self._read_moments(optimizer, groups)
         seen = [float(sgd)]
         for group, _ in groups:
@@ -145,10 +146,6 @@ class Adoption:
     def has_velocity(self) -> bool:
         """Whether results contain momentum or decay that the compressor applied."""
         return max(self.hyper.momentum, default=0.0) > NO_MEMORY or any(self.hyper.weight_decay)
-
-    def index_of(self, parameter: torch.Tensor) -> int | None:
-        """Return the parameter's index in the layout, or None."""
-        return self._index.get(id(parameter))
 
     # -- around the optimizer's update ---------------------------------------------------------------------------
 
@@ -275,7 +272,7 @@ class Adoption:
             ids = list(map(id, parameters))
             known = self._members.get(id(parameters))
             if known is None or known[0] != ids:
-                known = ids, [(p, self._index[id(p)]) for p in parameters if id(p) in self._index]
+                known = ids, [(p, self.index[id(p)]) for p in parameters if id(p) in self.index]
                 self._members[id(parameters)] = known
                 self._seen = []
                 self._settled.clear()
@@ -300,7 +297,7 @@ class Adoption:
 
     def _read_moments(self, optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], Members]]) -> None:
         hyper = self.hyper
-        shards = shards_updates(optimizer)
+        shards = updating_class(optimizer) is not type(optimizer)  # ZeroRedundancyOptimizer
         nesterov = bool(self._config.nesterov) or issubclass(updating_class(optimizer), torch.optim.NAdam)
         for group, ours in groups:
             beta1, takes = float(group["betas"][0]), self._has_moment(ours)
@@ -372,8 +369,7 @@ def _steps_of(state: Mapping[str, Any]) -> int:
     return int(state.get("step", 0))
 
 
-def has_moments(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer is Adam or a similar one, or shards one."""
+def _has_moments(optimizer: torch.optim.Optimizer | None) -> bool:
     return issubclass(updating_class(optimizer), _MOMENTS)
 
 
@@ -387,21 +383,16 @@ def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
     return issubclass(updating_class(optimizer), (*_MOMENTS, *others)) or any("betas" in group for group in groups)
 
 
-def is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
+def _is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
     """Return whether an optimizer is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
     return issubclass(updating_class(optimizer), torch.optim.SGD)
 
 
-def has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
+def _has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
     """Return whether a user's subclass has its own ``step()`` or ``_init_group()``, which may change gradients."""
     steps = (vars(cls).get(name) for cls in updating_class(optimizer).__mro__ for name in ("step", "_init_group"))
     modules = (str(getattr(step, "__module__", None)) for step in steps if step is not None)
     return any(module.partition(".")[0] not in _KNOWN_STEPS for module in modules)
-
-
-def shards_updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether each rank updates a share of the parameters (``ZeroRedundancyOptimizer``)."""
-    return updating_class(optimizer) is not type(optimizer)
 
 
 def updating_class(optimizer: torch.optim.Optimizer | None) -> type:

@@ -131,10 +131,9 @@ def load_checkpoint(
         states.extend(_fitting_states(path, main["token"], main["size"], compression, transport, resize))
         return {"token": main["token"], "step": states[0].get("step", 0)}
 
-    def change() -> dict[str, Any]:
+    def change() -> None:
         model.load_state_dict(main["model"])
         optimizer.load_state_dict(main["optimizer"])
-        return {}
 
     _agree(transport, look, "read the checkpoint")
     _agree(transport, change, "load model and optimizer")
@@ -229,11 +228,10 @@ def load_for_trainer(folder: Path, compression: DGCCompressor) -> None:
     named: tuple[str, int] = "", 0
     states: list[Any] = []
 
-    def read_main() -> dict[str, Any]:
+    def read_main() -> None:
         nonlocal named
         if transport.rank == 0:
             named = _token_and_size_in(main)
-        return {}
 
     _agree(transport, read_main, "read the compressor's state")
     token, size = gather_values(transport, named)[0]
@@ -282,9 +280,9 @@ def _started_ranks() -> int:
         return 1
 
 
-def _agree(transport: Transport, work: Callable[[], dict[str, Any]], what: str) -> None:
-    """Run ``work`` on all ranks, and raise an error of one rank on all of them."""
-    agree_or_raise(transport, work, f"results of the attempt to {what}", TransportError)
+def _agree(transport: Transport, work: Callable[[], dict[str, Any] | None], what: str) -> None:
+    """Run ``work`` on all ranks; raise an error of one rank, or a difference between the results, on all of them."""
+    agree_or_raise(transport, lambda: work() or {}, f"results of the attempt to {what}", TransportError)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -330,17 +328,12 @@ def _save(
     token = gather_values(transport, secrets.token_hex(8))[0]
     own = _rank_file(main, token, rank, size)
 
-    def write_own() -> dict[str, Any]:
-        _write(own, {**state, "token": token}, token)
-        return {}
-
-    def write_main() -> dict[str, Any]:
+    def write_main() -> None:
         if rank == 0:
             _write(main, {"token": token, "size": size, **content()}, token)
-        return {}
 
     try:
-        _agree(transport, write_own, "write the compressor's state")
+        _agree(transport, lambda: _write(own, {**state, "token": token}, token), "write the compressor's state")
         _agree(transport, write_main, "write the checkpoint")
     except Exception:
         with contextlib.suppress(LayoutError, OSError):  # an unreadable main file may name this file

@@ -98,7 +98,8 @@ class DGCCompressor(HorovodCompressor):
                 loss_scale=self._loss_scale,
             )
             engine.on_step_begin = heartbeat
-            engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, engine.is_scaled)
+            scaled = self._loss_scale != 1.0
+            engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, scaled)
             return engine
 
         had_state = self._pending is not None

@@ -14,7 +14,7 @@ from typing_extensions import override
 from dgc.core.exchange.exchange import LossScale
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine import Engine
-from dgc.torch.front_end import FrontEnd
+from dgc.torch.front_end import FrontEnd, Waiting
 from dgc.torch.tensors import scattered_values
 from dgc.torch.untraced import untraced
 
@@ -39,13 +39,12 @@ class DDPFrontEnd(FrontEnd):
 
     exclusive = True
     rebuild = "wrap the module in a new DistributedDataParallel and register a new compressor"
-    averaged = False  # whether gradients were exchanged, and no backward pass has run since
     _warned = False
     _joined = False  # whether this rank has run out of data and DDP calls the hook with zeros
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(engine)
-        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
+        self._futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []  # a future, and its result
         self._results: dict[int, torch.Tensor] = {}  # by parameter index: the result's place in DDP's bucket
         self._owners: dict[int, int] = {}  # address of a gradient -> parameter index, in the step under way
         self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
@@ -60,9 +59,9 @@ class DDPFrontEnd(FrontEnd):
         """Begin the exchange of a bucket, or end it with the last one; the future gets the bucket's results."""
         engine, buffer = self.engine, bucket.buffer()
         if bucket.index() == 0:
-            self._waiting, self._results = [], {}
+            self._futures, self._results = [], {}
             self._owners.clear()
-            if not self.begun:
+            if self._waiting is not Waiting.GRADIENTS:
                 # On a rank without data, Join runs the hook on zeros, and the script does not clear results.
                 self._require_stepped()
                 self._joined = True
@@ -71,7 +70,7 @@ class DDPFrontEnd(FrontEnd):
         if buffer.is_sparse:
             engine.fail(ConfigError("DDP's hook takes dense gradients: build the embedding with sparse=False"))
         for p, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            index = engine.adoption.index_of(p)
+            index = engine.adoption.index.get(id(p))
             if index is None:
                 engine.fail(
                     LayoutError(
@@ -86,7 +85,7 @@ class DDPFrontEnd(FrontEnd):
             gradient = _in_strides_of(p, gradient)
             engine.submit(index, gradient, absent=index not in self._used and p.grad is None)
             self._results[index] = gradient
-        self._waiting.append((future, buffer))
+        self._futures.append((future, buffer))
         if bucket.is_last():
             self._finish(engine)
 
@@ -96,11 +95,11 @@ class DDPFrontEnd(FrontEnd):
         if engine.adoption.has_velocity and not self._warned:
             index = min(self._results, key=lambda i: self._results[i].numel())
             self._sample = engine.parameters[index], scattered_values(self._results[index]), engine.exchange.loss_scale
-        self.begun, self.averaged = False, True
+        self._waiting = Waiting.RESULTS
         self._used.clear()
-        for future, buffer in self._waiting:
+        for future, buffer in self._futures:
             future.set_result(buffer)
-        self._waiting = []
+        self._futures = []
 
     def _keep_unused(self, engine: Engine) -> None:
         """Put the results of parameters that this rank has not used into ``.grad``, because DDP drops them."""
@@ -115,7 +114,7 @@ class DDPFrontEnd(FrontEnd):
 
     def _require_stepped(self) -> None:
         """Refuse a rank that did not make the other ranks' updates, which apply momentum to dense tensors."""
-        if self._joined and self.averaged and self.engine.adoption.has_velocity:
+        if self._joined and self._waiting is Waiting.RESULTS and self.engine.adoption.has_velocity:
             wrong = "a rank without data has not followed the updates: use Join([model, state])"
             self.engine.fail(ConfigError(wrong))
 
@@ -123,17 +122,16 @@ class DDPFrontEnd(FrontEnd):
     def _arrived(self, index: int, _: torch.Tensor) -> None:
         """Note that a backward pass has added to a gradient, perhaps inside ``no_sync()``."""
         self._used.add(index)
-        if not self.begun:
+        if self._waiting is not Waiting.GRADIENTS:
             self._require_stepped()
             self.engine.refuse_results(index)
             # The exchange begins with the first bucket, and reads the optimizer's options there. A script may step its
             # scheduler between passes inside no_sync().
-            self.engine.results_cleared()
-            self.begun, self.averaged, self._joined = True, False, False
+            self._waiting, self._joined = Waiting.GRADIENTS, False
 
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""
-        if self.averaged and (optimizer := self.owner) is not None:
+        if self._waiting is Waiting.RESULTS and (optimizer := self.owner) is not None:
             if not self._joined:  # .grad holds gradients that were added up in no_sync() and never exchanged
                 for index, result in self._results.items():
                     self.engine.parameters[index].grad = result.clone()
@@ -144,8 +142,8 @@ class DDPFrontEnd(FrontEnd):
 
     @override
     def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        if not (self.begun or self.averaged) and self.only_makes_state(optimizer):
-            self.engine.made_state()
+        if self._waiting is Waiting.NOTHING and self.only_makes_state(optimizer):
+            self.engine.saved.made_state()
         else:
             self.end_exchange_of_closure()
 
@@ -153,28 +151,21 @@ class DDPFrontEnd(FrontEnd):
     def end_exchange_of_closure(self) -> None:
         """Check that the hook has exchanged the gradients, in ``backward()``, before they are applied."""
         engine = self.engine
-        if self.begun:
+        if self._waiting is Waiting.GRADIENTS:
             engine.fail(LayoutError(_LOCAL))
-        if not self.averaged and engine.adoption.has_velocity and any(p.grad is not None for p in engine.parameters):
-            raise ConfigError(_AGAIN)
+        if self._waiting is Waiting.NOTHING and engine.adoption.has_velocity:
+            if any(p.grad is not None for p in engine.parameters):
+                raise ConfigError(_AGAIN)
         sample, self._sample = self._sample, None
         if sample is not None and _is_changed(*sample):
             self._warned = True
             warnings.warn(_CHANGED, RuntimeWarning, stacklevel=5)
 
     @override
-    def update_ended(self) -> None:
-        self.averaged = False
-
-    @override
-    def give_up(self) -> None:
-        self.begun = self.averaged = False
-        self._waiting, self._results, self._sample = [], {}, None
-        self._used.clear()
-
-    @override
     def begin_anew(self) -> None:
-        self.give_up()
+        self._waiting = Waiting.NOTHING
+        self._futures, self._results, self._sample = [], {}, None
+        self._used.clear()
 
 
 def _in_strides_of(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

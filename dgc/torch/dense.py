@@ -23,6 +23,7 @@ from dgc.core.checks import brief
 from dgc.core.config import DEFAULT_BUCKET_BYTES
 from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
 from dgc.torch.distributed import DistributedJob
+from dgc.torch.saved_state import Change
 from dgc.torch.tensors import local
 
 
@@ -68,13 +69,10 @@ abort.
 
 def agree(named: Sequence[tuple[str, torch.Tensor]], job: DistributedJob, name: str, op: str) -> None:
     """Check that all ranks will average the same gradients, as "none" or "fp16", with one op. Collective."""
-    transport = job.make_transport()
-    try:
+    with contextlib.closing(job.make_transport()) as transport:
         require_agreement(transport, {"algorithm": name, "op": op}, "options of the compressor")
         shown = {n: f"{tuple(local(p).shape)} {p.dtype}" for n, p in named if p.requires_grad}
         require_agreement(transport, shown, "parameters", LayoutError)
-    finally:
-        transport.close()
 
 
 class DenseEngine:
@@ -85,7 +83,7 @@ class DenseEngine:
         left_alone: parameters for which no rank had a gradient in the latest step.
     """
 
-    keeps_sparse = was_broadcast = False
+    keeps_sparse = False
     by_scaler = True  # a GradScaler may step the optimizer; each step looks for one
     error: DGCError | None = None
 
@@ -99,6 +97,7 @@ class DenseEngine:
         self._group, self._divisor, self._half = job.members, job.size if average else 1, half
         self._buckets = _buckets_of(self.parameters)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
+        self.adoption = self.saved = self.updates = _Nothing()
         self._begin()
 
     def _begin(self) -> None:
@@ -169,11 +168,24 @@ class DenseEngine:
         """Return whether another ``synchronize()`` returns the latest results; here always True."""
         return True
 
-    def _nothing(self, *_: object) -> None:
-        """Do nothing: no option is applied here, and ``.grad`` holds mean gradients between two steps."""
+    def follow(self, front_end: object) -> None:
+        """Do nothing: there is one front end, and it never asks for the engine's."""
 
-    follow = owned_by = begin_update = end_update = refuse_another = made_state = _nothing
-    refuse_results = results_cleared = _nothing
+    def refuse_results(self, index: int | None = None) -> None:
+        """Do nothing: results are mean gradients, and may be exchanged again."""
+
+    def results_cleared(self) -> None:
+        """Do nothing."""
+
+
+class _Nothing:
+    """Takes the place of adoption, saved state and sparse updates: dense training leaves all to the optimizer."""
+
+    pending = Change()
+
+    def _do_nothing(self, *_: object) -> None: ...
+
+    follow = made_state = hide = show = refuse_another = apply = _do_nothing
 
 
 @contextlib.contextmanager

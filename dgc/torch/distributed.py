@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import sys
 import threading
@@ -87,11 +88,8 @@ class DistributedJob(Job):
 
     @override
     def gather(self, value: object, question: str) -> list[Any]:
-        transport = self.make_transport()
-        try:
+        with contextlib.closing(self.make_transport()) as transport:
             return gather_values(transport, value)
-        finally:
-            transport.close()
 
     @override
     def make_transport(self, choice: str | Collectives = "auto") -> Transport:
@@ -109,11 +107,8 @@ class DistributedJob(Job):
 
     @override
     def tell(self, error: Exception) -> None:
-        transport = self.make_transport()
-        try:
+        with contextlib.closing(self.make_transport()) as transport:
             tell_error(transport, error)
-        finally:
-            transport.close()
 
     def broadcast(self, tensors: Iterable[tuple[str, int, torch.Tensor]]) -> Callable[[], None]:
         """For each (name, root, tensor), begin to overwrite the tensor with that of rank ``root``.

@@ -157,7 +157,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) -> list[Any]:
-    """Return the old ranks' states, with zeros for ranks that left. ``resized`` makes this rank's state from them.
+    """Return the old ranks' states, with zeros for ranks that left. ``load_state_dict(resize=True)`` takes them.
 
     Collective. Entries that this rank does not need are None. A rank whose last committed step differs from rank 0's
     counts as one that left. The list is empty if rank 0 has committed nothing.

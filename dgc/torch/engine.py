@@ -7,7 +7,6 @@ exchanged. A :class:`~dgc.torch.front_end.FrontEnd` says when gradients are read
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
@@ -26,12 +25,12 @@ from dgc.core.exchange.step import Step, StepOptions
 from dgc.core.layout import Layout, make_layout
 from dgc.errors import ConfigError, DGCError, LayoutError, unraised
 from dgc.torch.adoption import Adoption
-from dgc.torch.front_end import FrontEnd, learning_rates_of
+from dgc.torch.front_end import FrontEnd, Waiting, learning_rates_of
 from dgc.torch.joined_options import share_options
 from dgc.torch.saved_state import Change, SavedState
-from dgc.torch.scaler import warn_of_unknown_scaler
 from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, sum_of_bits, tensors_for
+from dgc.torch.untraced import weakly
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -57,7 +56,6 @@ class Engine(EngineBase):
         updates: whether results are applied as entries.
         decays_by_sign: indices of parameters whose decay is by sign (L1).
         excluded: indices of parameters that the option ``exclude`` names. They are sent dense.
-        is_scaled: whether the scale of a GradScaler is known.
         by_scaler: whether a GradScaler of unknown scale steps the optimizer; None before the first step.
         left_alone: parameters for which no rank had a gradient in the latest step. They do not change, as with DDP's
             find_unused_parameters.
@@ -87,30 +85,27 @@ class Engine(EngineBase):
         self.on_step_begin: Callable[[], None] | None = None
         self.left_alone: set[int] = set()
         self.joins = 0
-        self._options: StepOptions | None = None  # options of the step that has begun, until its first gradient comes
         self._pending: dict[int, Result | None] = {}  # results of this step's gradients; None: there is nothing to copy
-        self._replicas_compared = self._results_compared = False
+        self._replicas_compared = False
         self._delivered = False  # whether .grad may hold the latest step's results
-        self._update_follows = False  # whether the optimizer uses the results before the script can see them
         self.error: DGCError | None = None
         self.decays_by_sign: set[int] = set()
-        self.is_scaled = callable(loss_scale) or loss_scale != 1.0
-        self.by_scaler: bool | None = False if self.is_scaled else None
-        self._opened = False  # whether this rank takes part in a step
-        self._untold = False  # whether the other ranks do not know of the error until the next step
+        self.by_scaler: bool | None = None if loss_scale == 1.0 else False
 
         def build() -> Layout:
             pairs = named() if callable(named) else named
             self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
             self._memory = Places(self.names, self.parameters)
-            self._loss_scale = loss_scale
             host_only = None if runs_on_devices(config) else config.algorithm
             self._tensors = compiled(
                 config, lambda: tensors_for(self.parameters, host_only), lambda tensors: tensors.kernels
             )
-            self._open_exchange()
+            layout = make_layout([describe(n, p) for n, p in pairs], config)
+            self.exchange = Exchange(layout, config, self.between, self._tensors.kernels, loss_scale=loss_scale)
+            self.exchange.on_joined = weakly(self._share_options)
+            self._exchange = self.exchange
             self.adoption = Adoption(self.parameters, self.names, optimizer, config, self.exchange)
-            return self.exchange.layout
+            return layout
 
         self._agree_on_options()
         self._agree_on_tensors(build)
@@ -128,16 +123,6 @@ class Engine(EngineBase):
 
     # -- one step: collect, exchange, deliver ------------------------------------------------------------------------
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun and has not ended."""
-        return self._opened or self.exchange.latest.under_way
-
-    def begin(self) -> None:
-        """Open a step. Its gradients are submitted later."""
-        if (failed := self._open()) is not None:
-            self.fail(failed)
-
     def submit(self, index: int, gradient: torch.Tensor, *, absent: bool = False) -> torch.Tensor:
         """Submit a gradient of the parameter's shape, or zeros if it is ``absent`` on this rank.
 
@@ -145,8 +130,7 @@ class Engine(EngineBase):
             A tensor that holds the result after :meth:`finish`, mostly ``gradient`` itself. For a sharded gradient,
             this rank's shard.
         """
-        if not self._opened:
-            self.begin()
+        self._open()
         try:
             ready = self._tensors.ready()
         except ConfigError as refused:
@@ -164,9 +148,6 @@ class Engine(EngineBase):
             if self.adoption.hyper.weight_decay[index]:
                 decayed = local(self.parameters[index])
                 decay = self._tensors.array(decayed.sign() if index in self.decays_by_sign else decayed)
-            if self._options is not None:
-                options, self._options = self._options, None
-                self.exchange.begin(options)
             self.exchange.submit(index, values, place.array, decay, place.limit, ready, absent=absent)
         except DGCError as error:
             self._fail_with(error)
@@ -177,26 +158,25 @@ class Engine(EngineBase):
         """Wait for all results of the step, and deliver them. Calling it again before the next step does nothing.
 
         ``update_follows`` says that the optimizer uses the results before the script can see them. Then they may be
-        applied as entries, by :meth:`begin_update`, instead of being written.
+        applied as entries, by ``updates.apply()``, instead of being written.
         """
         if self.error is not None:
             raise unraised(self.error)
-        if not self.exchange.latest.under_way:
-            self._opened = False
+        if not self.exchange.in_step:
             return
-        self._update_follows = update_follows
+        self.updates.update_follows = update_follows
         try:
             for index in self.exchange.missing():  # Horovod does not hand over a sparse gradient
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
                     self.refuse_sparse(index)
             self.exchange.finish()
             self.left_alone = self.exchange.left_alone
-            if self.updates.will_apply(self.front_end.owner, update_follows):
+            if self.updates.will_apply(self.front_end.owner):
                 self.updates.deferred = self.exchange.deferred()
             else:
                 self.exchange.write_deferred()
         except DGCError as error:
-            self.error, self._opened = unraised(error), False
+            self.error = unraised(error)
             raise
         finally:
             # Until this call the kernels may still write to the memory that they were given.
@@ -205,7 +185,7 @@ class Engine(EngineBase):
 
     def fail(self, error: DGCError, index: int | None = None) -> NoReturn:
         """Raise ``error``, or an earlier one, here and on all ranks: see ``Exchange.fail``."""
-        error = self._open() or error
+        self._open()
         try:
             self.exchange.fail(error, index)
         except DGCError as raised:
@@ -217,29 +197,27 @@ class Engine(EngineBase):
         through = super().abandon()
         self._pending.clear()
         self._tensors.release()
-        self._opened = False
         try:
             self.exchange.latest.require_usable()
         except DGCError as error:  # until reset() or load_state_dict() has succeeded
             self.error = self.error or unraised(error)
+        if self.front_end.waiting is Waiting.GRADIENTS:
+            self.front_end.give_up(through)
         return through
 
-    def _open(self) -> DGCError | None:
-        """Prepare for the first gradient of a step. Return an error if this rank cannot take part in the step."""
+    def _open(self) -> None:
+        """Begin a step, unless one is open. An error of this rank ends it at once, on all ranks."""
+        if self.exchange.latest.step is not None and self.error is None:
+            return
         error: DGCError | None = None
-        if self._untold:
-            error = self.error  # the other ranks begin this step without it
-            self._pending.clear()
-            self.error, self._untold = None, False
+        if self.exchange.latest.failure_pending:
+            error, self.error = self.error, None  # the other ranks do not know of it, and begin this step
         if self.error is not None:
             raise unraised(self.error)
-        if self._opened:
-            return None
         owner = self.front_end.owner
         if self.on_step_begin is not None:
             self.on_step_begin()
-        self._opened, self._delivered, self._results_compared = True, False, False
-        self.front_end.step_opens()
+        self._delivered = False
         self._memory.begin()
         defers = self.updates.begin(owner)
         change = self.saved.change(self.transport, owner)
@@ -251,8 +229,9 @@ class Engine(EngineBase):
                 except ConfigError as refused:
                     error = error or refused
         hyper = self.adoption.hyper.chosen(range(len(self.names)), learning_rates_of(owner), change.restored)
-        self._options = StepOptions(hyper, holds=self.front_end.holds, defers=defers, joins=self.joins)
-        return error
+        self.exchange.begin(StepOptions(hyper, holds=self.front_end.holds, defers=defers, joins=self.joins))
+        if error is not None:
+            self.fail(error)
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
         """Turn loaded momentum into u, and forget what belongs to the run before the load."""
@@ -269,7 +248,7 @@ class Engine(EngineBase):
 
     def _deliver(self) -> None:
         """Bring the results to ``.grad``. In the first step also compare the ranks' parameters, which is collective."""
-        self._opened, self._delivered = False, True
+        self._delivered = True
         for result in filter(None, self._pending.values()):
             result.deliver()
         self._pending.clear()
@@ -288,49 +267,17 @@ class Engine(EngineBase):
 
     def _fail_with(self, error: DGCError) -> None:
         """Store an error that the exchange has raised and that ends the step."""
-        self.error, self._opened = unraised(error), False
+        self.error = unraised(error)
         self._tensors.release()
-        self._untold = self.exchange.latest.failure_pending
-        if self._untold:
+        if self.exchange.latest.failure_pending:  # the step has ended for the other ranks, which do not know of it
             self.exchange.write_deferred()
             self._deliver()  # as the others do
 
-    # -- around the optimizer's update ---------------------------------------------------------------------------------
-
-    def owned_by(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notice what is loaded into the optimizer that steps the parameters."""
-        self.saved.follow(optimizer)
-
-    @property
-    def was_broadcast(self) -> bool:
-        """Whether the optimizer's state was broadcast since its last step."""
-        return self.saved.pending.broadcast
-
-    def hide_decay(self, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Hide the decay in a step that only makes a state of zeros. Return each parameter with a copy of it."""
-        self.adoption.hide(optimizer, ("weight_decay",))
-        return [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-
-    def made_state(self) -> None:
-        """Note that torch's distributed checkpoints have made the optimizer create its state."""
-        self.saved.made_state()
-
-    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hide the options that the compressor applies, and apply the results that were not written."""
-        self.adoption.hide(optimizer)
-        self.updates.apply(optimizer)
-
-    def end_update(self) -> None:
-        """Show the user's options again."""
-        self.adoption.show()
-
-    def refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse the step of an optimizer that is not the owner, if the compressor applies the owner's options."""
-        self.adoption.refuse_another(optimizer)
-
-    def warn_of_scaler(self) -> None:
-        """Warn that a GradScaler steps the optimizer, and that the compressor does not know its scale."""
-        warn_of_unknown_scaler()
+    def _share_options(self, step: Step) -> None:
+        """Give ranks that have joined the options of one that trains. Collective."""
+        owner = self.front_end.owner
+        assert owner is not None, "it has begun the step"
+        self.follows = share_options(self.between, step, self.adoption, owner, self.updates.update_follows)
 
     # -- what .grad holds between two steps ----------------------------------------------------------------------------
 
@@ -360,16 +307,10 @@ class Engine(EngineBase):
                 why = _VELOCITY if self.adoption.has_velocity else _UNWRITTEN
                 self.fail(ConfigError(why), i)
 
-    def hands_back(self, once: bool = False) -> bool:
-        """Return whether another ``synchronize()`` returns the latest results. If so, the ranks compare them.
-
-        With ``once`` they compare only once in a step, because Horovod's optimizer asks for each gradient.
-        """
-        if self.error is not None or self.is_open:
+    def hands_back(self) -> bool:
+        """Return whether another ``synchronize()`` returns the latest results. If so, the ranks compare them."""
+        if self.error is not None or self.exchange.in_step:
             return False
-        if once and self._results_compared:
-            return True
-        self._results_compared = True
         absent = [p.grad is None or p.grad.is_sparse for p in self.parameters]
         gradients = [torch.zeros_like(p) if a else p.grad for p, a in zip(self.parameters, absent, strict=True)]
         require_replicas(
@@ -401,10 +342,6 @@ class Engine(EngineBase):
         return "sparse" if reason is None else f"dense: {reason}"
 
     @override
-    def _extra_state(self) -> dict[str, Any]:
-        return {}
-
-    @override
     def _take_state(self, saved: dict[str, Any]) -> None:
         self.exchange.load_state_dict(saved)
         self._clear()
@@ -412,27 +349,10 @@ class Engine(EngineBase):
 
     @override
     def _clear(self) -> None:
-        self._pending.clear()
-        self.error, self._untold, self._opened, self._delivered = None, False, False, False
+        self.error, self._delivered, self._replicas_compared = None, False, False
         self.saved.forget()  # some ranks may have failed before the collective in saved.change(), others after it
-        self._replicas_compared = self._results_compared = False
 
     @override
     def close(self, keep_transport: bool = False) -> None:
         self.front_end.end()
         super().close(keep_transport)
-
-    def _open_exchange(self) -> None:
-        kernels = self._tensors.kernels
-        layout = make_layout([describe(n, p) for n, p in zip(self.names, self.parameters, strict=True)], self._config)
-        self.exchange = Exchange(layout, self._config, self.between, kernels, loss_scale=self._loss_scale)
-        itself = weakref.ref(self)  # the exchange does not keep this engine alive
-
-        def meet_joined(step: Step) -> None:
-            if (engine := itself()) is not None:
-                owner = engine.front_end.owner
-                assert owner is not None, "it has begun the step"
-                engine.follows = share_options(engine.between, step, engine.adoption, owner, engine._update_follows)
-
-        self.exchange.on_joined = meet_joined
-        self._exchange = self.exchange

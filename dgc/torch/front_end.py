@@ -16,6 +16,7 @@ docs/steps.md explains the rule, and docs/architecture.md the files.
 
 from __future__ import annotations
 
+import enum
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.horovod import broadcasting
-from dgc.torch.scaler import steps_by_scaler
+from dgc.torch.scaler import steps_by_scaler, warn_of_unknown_scaler
 from dgc.torch.tensors import local
 from dgc.torch.untraced import untraced, weakly
 
@@ -39,12 +40,18 @@ CHANGED = (
     "before the optimizer is wrapped"
 )
 
-_REBUILD = "build a new optimizer and wrap it"
-
 Closure = Callable[[], Any]
 
 _front_ends: weakref.WeakSet[FrontEnd] = weakref.WeakSet()
 _hooks: list[Any] = []
+
+
+class Waiting(enum.Enum):
+    """What waits in ``.grad``."""
+
+    NOTHING = "no backward pass has run since the latest step()"
+    GRADIENTS = "a backward pass has run, or an exchange has begun without one; the exchange has not ended"
+    RESULTS = "the exchange has ended, and step() has not used the results"
 
 
 @dataclass
@@ -54,14 +61,11 @@ class Update:
     Attributes:
         by_closure: whether a closure computes the gradients inside ``step()``.
         names_closure: whether ``step`` was called as ``step(closure=None)``.
-        has_results: whether the gradients are exchanged already. If ``step()`` calls ``super().step()``, the hooks run
-            twice, and the second run must not exchange.
         unmoved: parameters that this ``step()`` must not move, and copies of them.
     """
 
     by_closure: bool = False
     names_closure: bool = False
-    has_results: bool = False
     unmoved: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
@@ -74,15 +78,14 @@ class FrontEnd:
         update: the owner's ``step()`` that is running; None if none is.
         drives: whether this object submits gradients.
         holds: whether gradients are checked once more before the last bucket is sent.
-        begun: whether a backward pass has run for a step that is not exchanged yet.
         exclusive: whether wrapping another optimizer over the same parameters is an error.
         rebuild: a text that says what the script must do after parameters were added or unfrozen.
     """
 
-    rebuild = _REBUILD
-
-    drives = holds = begun = exclusive = False
+    rebuild = "build a new optimizer and wrap it"
+    drives = holds = exclusive = False
     update: Update | None = None
+    _waiting = Waiting.NOTHING
     _replaced = False  # whether another optimizer with parameters of the owner was wrapped later
     _unhook: Callable[[], object] | None = None  # removes the hooks of :meth:`drive`
 
@@ -97,6 +100,11 @@ class FrontEnd:
         self._ids = {id(p) for p in engine.parameters}
         _front_ends.add(self)
 
+    @property
+    def waiting(self) -> Waiting:
+        """What waits in ``.grad``."""
+        return self._waiting
+
     # -- each front end has its own ----------------------------------------------------------------------------------
 
     def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
@@ -105,14 +113,15 @@ class FrontEnd:
     def end_exchange_of_closure(self) -> None:
         """Get the results of the gradients that the closure of a ``step()`` has computed."""
 
-    def update_ended(self) -> None:
-        """Note that ``step()`` has used the results."""
-
     def begin_anew(self) -> None:
         """Expect the first backward pass of a step, because a state was loaded into the optimizer."""
 
-    def give_up(self) -> None:
-        """Forget the gradients of a step that an error ended; the next backward pass begins a new step."""
+    def give_up(self, through: bool = False) -> None:
+        """Forget the gradients of a step that has not ended; the next backward pass begins a new step.
+
+        ``through`` says that all ranks had submitted all gradients.
+        """
+        self.begin_anew()
 
     # -- the owner ---------------------------------------------------------------------------------------------------
 
@@ -136,13 +145,13 @@ class FrontEnd:
         self.drives = True
 
     def _before_only_gradient(self, _: torch.Tensor) -> None:
-        if not self.begun:
+        if self._waiting is not Waiting.GRADIENTS:
             self.engine.refuse_results()
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer the owner, without keeping it alive."""
         if optimizer is not self.owner:
-            self.engine.owned_by(optimizer)
+            self.engine.saved.follow(optimizer)
             self._owner = weakref.ref(optimizer)
             _end_update_after_errors(optimizer)
 
@@ -170,14 +179,18 @@ class FrontEnd:
         if not self.owns(optimizer):
             self._refuse_stranger(optimizer)
             return closure
-        if self.update is not None and self.update.has_results and closure is None:  # step() calls super().step()
-            self.begin_update(optimizer)
-            return closure
-        self.update = update = self.update or Update()
-        update.by_closure, update.names_closure = closure is not None, names_closure
-        if self.engine.was_broadcast and not self.begun and broadcasting():
+        calls_super, self.update = self.update is not None, self.update or Update()
+        update = self.update
+        update.by_closure |= closure is not None
+        update.names_closure |= names_closure
+        if self.engine.saved.pending.broadcast and self.waiting is not Waiting.GRADIENTS and broadcasting():
             # Ranks without a state make one in this step; the root's state will overwrite it. No parameter may move.
-            update.unmoved = update.unmoved or self.engine.hide_decay(optimizer)
+            self.engine.adoption.hide(optimizer, ("weight_decay",))
+            before = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+            update.unmoved = update.unmoved or before
+            return closure
+        if calls_super and closure is None and self.waiting is Waiting.RESULTS:
+            self.begin_update(optimizer)
             return closure
         is_first = self.engine.by_scaler is None
         if is_first:
@@ -186,7 +199,7 @@ class FrontEnd:
             return self._followed(closure, optimizer)
         self.end_exchange(optimizer)
         if is_first and self.engine.by_scaler:
-            self.engine.warn_of_scaler()
+            warn_of_unknown_scaler()
         self.begin_update(optimizer)
         return None
 
@@ -196,14 +209,14 @@ class FrontEnd:
         if self.owns(unwrapped(optimizer)):
             return  # its step() calls the owner's
         if not self._ids.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
-            self.engine.refuse_another(optimizer)
+            self.engine.adoption.refuse_another(optimizer)
 
     def _followed(self, closure: Closure, optimizer: torch.optim.Optimizer) -> Closure:
         """Return a closure that also exchanges the gradients. The optimizer updates the parameters after that."""
 
         @untraced
         def followed() -> Any:
-            self.engine.end_update()  # an optimizer may call its closure more than once
+            self.engine.adoption.show()  # an optimizer may call its closure more than once
             loss = closure()
             self.end_exchange_of_closure()
             self.begin_update(optimizer)
@@ -212,12 +225,22 @@ class FrontEnd:
         return followed
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the exchange, hide the options that the compressor applies, and apply deferred results."""
-        if self.update is not None:
-            self.update.has_results = True
+        """After the exchange, hide the options that the compressor applies, and apply results as entries."""
         if self.engine.error is None:  # otherwise it is being raised already
-            refuse_strange_gradients(optimizer, self._ids, self.rebuild)
-        self.engine.begin_update(optimizer)
+            self._refuse_strange_gradients(optimizer)
+        self.engine.adoption.hide(optimizer)
+        self.engine.updates.apply(optimizer)
+
+    def _refuse_strange_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse gradients of parameters that were frozen or missing at the wrapping: these are not averaged."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in self._ids and p.requires_grad and p.grad is not None:
+                    raise LayoutError(
+                        f"a parameter of shape {tuple(p.shape)} was not there, or needed no gradient, when the "
+                        f"compressor was built but has one now, which is not averaged: {self.rebuild} after adding or "
+                        "unfreezing parameters"
+                    )
 
     def only_makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether ``torch.distributed.checkpoint`` has called ``step()`` to initialise the optimizer's state.
@@ -231,16 +254,12 @@ class FrontEnd:
         gradients = [p.grad for p in self.engine.parameters if p.requires_grad]
         return all(g is not None and not bool(local(g).any()) for g in gradients)
 
-    def step_opens(self) -> None:
-        """Note that the first gradient of the next exchange has come, perhaps inside ``step()``."""
-        if self.update is not None:
-            self.update.has_results = False
-
     def after_step(self) -> None:
         """Show the user's options again, and note that the results were used."""
         update, self.update = self.update, None
-        self.engine.end_update()
-        self.update_ended()
+        self.engine.adoption.show()
+        if self._waiting is Waiting.RESULTS:
+            self._waiting = Waiting.NOTHING
         if update is not None and update.unmoved:
             with torch.no_grad():
                 for p, before in update.unmoved:
@@ -270,21 +289,6 @@ def _end_update_after_errors(optimizer: torch.optim.Optimizer) -> None:
 
     vars(stepping).update(vars(getattr(step, "__func__", step)), ends_after_errors=True)
     vars(optimizer)["step"] = types.MethodType(stepping, weakref.proxy(optimizer))
-
-
-def refuse_strange_gradients(optimizer: torch.optim.Optimizer, ids: set[int], rebuild: str = _REBUILD) -> None:
-    """Refuse gradients of parameters that were frozen or missing at the wrapping, because these are not averaged.
-
-    ``rebuild`` tells the user what to do.
-    """
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in ids and p.requires_grad and p.grad is not None:
-                raise LayoutError(
-                    f"a parameter of shape {tuple(p.shape)} was not there, or needed no gradient, when the "
-                    f"compressor was built but has one now, which is not averaged: {rebuild} after adding or "
-                    "unfreezing parameters"
-                )
 
 
 def unwrapped(optimizer: Any) -> Any:

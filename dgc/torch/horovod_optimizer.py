@@ -18,9 +18,9 @@ from dgc.adapter.job import check_placeholder
 from dgc.core.checks import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 from dgc.torch.engine import Engine
-from dgc.torch.front_end import CHANGED, Closure, FrontEnd
+from dgc.torch.front_end import CHANGED, Closure, FrontEnd, Waiting
 from dgc.torch.horovod import Placeholders, find_owner, wait_for
-from dgc.torch.optimizer_front_end import has_own_version
+from dgc.torch.optimizer_front_end import HandedOver
 from dgc.torch.untraced import untraced
 
 
@@ -35,16 +35,15 @@ class HorovodFrontEnd(FrontEnd):
 
     Attributes:
         lost: whether a step was given up after its exchange had begun. Horovod's optimizer cannot undo such a step.
-        all_handed_over: whether all ranks had submitted all gradients of the step that was given up.
     """
 
-    lost = all_handed_over = False
+    lost = False
 
     def __init__(self, engine: Engine, compressor: HorovodCompressor) -> None:
         super().__init__(engine)
         self._compressor = weakref.ref(compressor)
         self._begun_without: set[int] | None = None
-        self._handed: dict[int, tuple[torch.Tensor, int]] = {}  # index -> gradient, and its version when submitted
+        self._handed: dict[int, HandedOver] = {}  # by index
         engine.follow(self)
 
     @property
@@ -64,19 +63,16 @@ class HorovodFrontEnd(FrontEnd):
         return compressor is not None and compressor is self._compressor()
 
     @property
-    def begun(self) -> bool:  # type: ignore[override]
-        """Whether Horovod's optimizer has gradients for a step that was not exchanged yet."""
+    @override
+    def waiting(self) -> Waiting:
         o = self._optimizer if self.drives else None
-        return o is not None and (bool(o._handles) or not self._all_left(o))
-
-    @property
-    def averaged(self) -> bool:
-        """Whether Horovod's optimizer has exchanged gradients, and no backward pass has run since."""
-        o = self._optimizer if self.drives else None
-        return o is not None and o._synchronized and self._all_left(o)
-
-    def _all_left(self, o: Any) -> bool:
-        return all(left == o.backward_passes_per_step for left in o._allreduce_delay.values())
+        if o is None:
+            return Waiting.NOTHING
+        if any(left != o.backward_passes_per_step for left in o._allreduce_delay.values()):
+            return Waiting.GRADIENTS
+        if o._synchronized:
+            return Waiting.RESULTS
+        return Waiting.GRADIENTS if o._handles else Waiting.NOTHING
 
     @property
     def hands_over_at_once(self) -> bool:
@@ -98,18 +94,13 @@ class HorovodFrontEnd(FrontEnd):
             self._begun_without = {i for i, p in enumerate(parameters) if p.grad is None}
             if untouched:  # the parameter had no gradient, and Horovod has already made zeros for it
                 self._begun_without.add(index)
-        self._handed[index] = gradient, gradient._version
+        self._handed[index] = HandedOver(gradient, gradient._version, gradient, None)
         return untouched and index in self._begun_without and not gradient.any()
 
     def take_back(self) -> int | None:
         """End the check when the first result is asked for. Return the index of a changed gradient, or None."""
         handed, self._handed, self._begun_without = self._handed, {}, None
-        for index, (gradient, version) in handed.items():
-            if self.engine.parameters[index].grad is not gradient:
-                return index
-            if gradient._version != version and has_own_version(gradient):
-                return index
-        return None
+        return next((i for i, each in handed.items() if each.is_changed(self.engine.parameters[i])), None)
 
     @override
     def before_step(
@@ -128,7 +119,7 @@ class HorovodFrontEnd(FrontEnd):
 
     @override
     def end_exchange_of_closure(self) -> None:
-        if self.begun:
+        if self.waiting is Waiting.GRADIENTS:
             self.engine.fail(
                 ConfigError(
                     "Horovod's own optimizer does not average the gradients that a closure of step() computes: call "
@@ -140,12 +131,12 @@ class HorovodFrontEnd(FrontEnd):
     @override
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         # Horovod makes gradients for parameters that have none on any rank, and Adam would move these parameters.
-        for index in () if self.begun else self.engine.left_alone:
+        for index in () if self.waiting is Waiting.GRADIENTS else self.engine.left_alone:
             self.engine.parameters[index].grad = None
         super().begin_update(optimizer)
 
     @override
-    def give_up(self) -> None:
+    def give_up(self, through: bool = False) -> None:
         """Forget the backward passes since the last step. If their exchange had begun, the next step is an error.
 
         The next step is an error on all ranks or on none. If all ranks had submitted all gradients, some ranks may have
@@ -156,8 +147,7 @@ class HorovodFrontEnd(FrontEnd):
         self.take_back()
         optimizer = self._optimizer
         handles = [handle for handle, _ in optimizer._handles.values() if handle is not None]
-        if self.all_handed_over:
-            self.all_handed_over = False
+        if through:
             wait_for(handles)
         else:
             self.lost |= bool(handles) or any(left <= 0 for left in optimizer._allreduce_delay.values())
@@ -181,6 +171,7 @@ class HorovodCompressor(CompressorBase[Engine]):
     """A Horovod ``Compressor``, whose two methods Horovod calls for each gradient."""
 
     _pending_error: DGCError | None = None
+    _compared = False  # whether the ranks have compared the latest results, because the script synchronizes again
     _last_found = 0
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
@@ -215,10 +206,11 @@ class HorovodCompressor(CompressorBase[Engine]):
         if (
             front_end is not None
             and self._pending_error is None
-            and front_end.averaged
-            and engine.hands_back(once=True)
+            and front_end.waiting is Waiting.RESULTS
+            and (self._compared or engine.hands_back())
         ):
             # A second synchronize() in one step: the gradient is the step's result, which may have been clipped.
+            self._compared = True
             placeholder = self._placeholders.take()
             engine.stats.add_sent(placeholder.nbytes)
             return placeholder, tensor
@@ -265,26 +257,13 @@ class HorovodCompressor(CompressorBase[Engine]):
 
     @override
     def reset(self) -> None:
-        self._abandon()
         super().reset()
-        self._give_up()
+        self._pending_error, self._compared = None, False
 
     @override
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:
-        self._abandon()
         super().load_state_dict(state, resize)
-        self._give_up()
-
-    def _abandon(self) -> None:
-        through = self.engine is not None and self.engine.abandon()
-        if self._front_end is not None:
-            self._front_end.all_handed_over = through
-
-    def _give_up(self) -> None:
-        """Let the optimizer forget a step that an error or an exception has ended early."""
-        self._pending_error = None
-        if self.engine is not None and self.engine.front_end.begun:
-            self.engine.front_end.give_up()
+        self._pending_error, self._compared = None, False
 
     def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:
         if self._front_end is None or not self._front_end.drives:
@@ -300,8 +279,9 @@ class HorovodCompressor(CompressorBase[Engine]):
             )
         # The result is written to the gradient's memory. Horovod gives .grad the result's memory in any case.
         assert self._front_end is not None, "it has bound the caller"
-        if not engine.is_open and self._front_end.hands_over_at_once:
+        if not engine.exchange.in_step and self._front_end.hands_over_at_once:
             engine.refuse_results(index)
+        self._compared = False
         absent = self._front_end.hand_over(index, tensor)
         return engine.submit(index, tensor, absent=absent)
 
@@ -316,7 +296,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         front_end = self._follow_horovod(engine)
         front_end.own(owner)
         front_end.drives = True
-        if any(other.begun for other in front_end.others()):
+        if any(other.waiting is Waiting.GRADIENTS for other in front_end.others()):
             raise _WrappedTwice(
                 "two distributed optimizers exchange the gradients of one backward pass, since hooks of both are on "
                 "the parameters: wrap one optimizer, once, and for another one build the model anew"

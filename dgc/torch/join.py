@@ -71,7 +71,7 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
 
 
 def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
-    if engine.exchange.latest.under_way:
+    if engine.exchange.in_step:
         engine.fail(LayoutError("join() was called between backward() and step(); call it after step()"))
     if not hasattr(optimizer, "skip_synchronize"):
         engine.fail(ConfigError("join() steps the optimizer: wrap it with dgc.torch.DistributedOptimizer"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -24,10 +24,10 @@ from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.optimizer_front_end import OptimizerFrontEnd, refuse_copy
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    class _Methods:
-        """The methods that :func:`DistributedOptimizer` adds to the user's optimizer."""
+    # For type checkers only, never instantiated. The user's optimizer keeps its class, which a checker cannot express:
+    # so that a variable of an SGD's, Adam's or AdamW's type may hold the result, it counts as all of them.
+    class HorovodOptimizer(torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam):  # type: ignore[misc]
+        """The user's optimizer, with the methods that :func:`DistributedOptimizer` adds."""
 
         compression: DGCCompressor
         backward_passes_per_step: int
@@ -43,61 +43,10 @@ if TYPE_CHECKING:
         def set_backward_passes_per_step(self, passes: int) -> None:
             """Add up the gradients of this number of backward passes before each exchange."""
 
-    # For type checkers only, never instantiated: the user's optimizer with Horovod's methods.
-    class HorovodOptimizer(_Methods, torch.optim.Optimizer): ...  # noqa: D101
 
-    class HorovodSGD(_Methods, torch.optim.SGD): ...  # noqa: D101
-
-    class HorovodAdam(_Methods, torch.optim.Adam): ...  # noqa: D101
-
-    class HorovodAdamW(_Methods, torch.optim.AdamW): ...  # noqa: D101
-
-    Named = Iterable[tuple[str, torch.Tensor]] | None
-
-    class Rest(TypedDict, total=False):
-        """The other arguments of :func:`DistributedOptimizer`."""
-
-        backward_passes_per_step: int
-        op: object
-        gradient_predivide_factor: float
-        num_groups: int
-        groups: object
-        sparse_as_dense: bool
-        process_set: Any
-        group: Any
-
-
-@overload
-def DistributedOptimizer(
-    optimizer: torch.optim.SGD,
-    named_parameters: Named = None,
-    compression: Compressing = None,
-    **rest: Unpack[Rest],
-) -> HorovodSGD: ...
-@overload
-def DistributedOptimizer(
-    optimizer: torch.optim.AdamW,
-    named_parameters: Named = None,
-    compression: Compressing = None,
-    **rest: Unpack[Rest],
-) -> HorovodAdamW: ...
-@overload
-def DistributedOptimizer(
-    optimizer: torch.optim.Adam,
-    named_parameters: Named = None,
-    compression: Compressing = None,
-    **rest: Unpack[Rest],
-) -> HorovodAdam: ...
-@overload
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Named = None,
-    compression: Compressing = None,
-    **rest: Unpack[Rest],
-) -> HorovodOptimizer: ...
-def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Named = None,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Compressing = None,
     backward_passes_per_step: int = 1,
     op: object = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.distributed import ddp_over
-from dgc.torch.front_end import CHANGED, FrontEnd, front_ends
+from dgc.torch.front_end import CHANGED, FrontEnd, Waiting
 from dgc.torch.scaler import has_unscaled, steps_by_scaler
 from dgc.torch.tensors import is_sharded, local, scattered_values, set_memory
 from dgc.torch.untraced import untraced, weakly
@@ -56,14 +57,10 @@ def has_own_version(gradient: torch.Tensor) -> bool:
 
 
 class OptimizerFrontEnd(FrontEnd):
-    """Submits one optimizer's gradients to an engine, and brings the results back before each step.
-
-    Attributes:
-        averaged: whether gradients were exchanged, and no backward pass has run since.
-    """
+    """Submits one optimizer's gradients to an engine, and brings the results back before each step."""
 
     holds = True
-    averaged = _skipping = False
+    _skipping = False
     _is_first = True
 
     def __init__(
@@ -83,15 +80,14 @@ class OptimizerFrontEnd(FrontEnd):
         self._densified, self._scaler = densified, scaler
         self._sharded = {i for i, p in enumerate(self._parameters) if is_sharded(p)}
         self._handed: dict[int, HandedOver] = {}  # by index
-        self._guarded: dict[int, Any] = {}  # by id of a DistributedDataParallel: its hook
+        self._guarded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # DDP models whose forward pass is refused
         self.drive(optimizer, self.arrived)
         self._guard()
         self.begin_anew()
-        for other in front_ends(self._ids):  # their optimizers may still be in use
-            if other is not self and isinstance(other, OptimizerFrontEnd):
-                other.give_up()
+        for other in self.others():  # their optimizers may still be in use
+            if isinstance(other, OptimizerFrontEnd):
+                other.begin_anew()
                 other._replaced = True
-                other._unguard()
         for name in ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"):
             vars(optimizer)[name] = getattr(self, name)
 
@@ -130,7 +126,7 @@ class OptimizerFrontEnd(FrontEnd):
         Raises:
             AssertionError: between ``backward()`` and the exchange.
         """
-        if self.begun:
+        if self._waiting is Waiting.GRADIENTS:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition. Where the loss is "
@@ -156,9 +152,8 @@ class OptimizerFrontEnd(FrontEnd):
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
             )
-        if not self.begun:
-            self.begun, self.averaged = True, False
-            self.step_opens()
+        if self._waiting is not Waiting.GRADIENTS:
+            self._waiting = Waiting.GRADIENTS
             self.engine.refuse_results(index)
         self._left[index] -= 1
         if self._left[index] == 0:
@@ -183,18 +178,18 @@ class OptimizerFrontEnd(FrontEnd):
     def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
         exchanging = next(iter(self._handed), None)
         if self._skipping:
-            if exchanging is not None or self.begun:
+            if exchanging is not None or self._waiting is Waiting.GRADIENTS:
                 wrong = "step() inside optimizer.skip_synchronize(): call optimizer.synchronize() first"
                 self.engine.fail(LayoutError(wrong))
             return
-        if not self.begun and self.only_makes_state(optimizer):
-            self.engine.made_state()
+        if self._waiting is not Waiting.GRADIENTS and self.only_makes_state(optimizer):
+            self.engine.saved.made_state()
             return
         if exchanging is not None and self.engine.by_scaler and steps_by_scaler():
             # Unless unscale_() was called, the scaler's step() has divided the gradients by its scale, without changing
             # their version counters.
             self._fail_changed(exchanging)
-        if self.averaged:
+        if self._waiting is Waiting.RESULTS:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "Put step() into it: the gradients are averaged already",
@@ -207,7 +202,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     @override
     def end_exchange_of_closure(self) -> None:
-        if self.begun or not self.averaged:  # a closure without a gradient: the other ranks may have some
+        if self._waiting is not Waiting.RESULTS:  # a closure without a gradient: the other ranks may have some
             self.synchronize()
 
     def _exchange(self, update_follows: bool) -> None:
@@ -217,11 +212,10 @@ class OptimizerFrontEnd(FrontEnd):
             raise ConfigError(
                 "another optimizer with parameters of this one was wrapped since: step that one, and drop this one"
             )
-        if self.averaged and engine.hands_back():
+        if self._waiting is Waiting.RESULTS and engine.hands_back():
             return
-        self.averaged = False
-        if not self.begun:
-            self.step_opens()
+        if self._waiting is not Waiting.GRADIENTS:
+            self._waiting = Waiting.GRADIENTS  # without a backward pass: zeros, or gradients that the script has set
             engine.refuse_results()
         for i, p in enumerate(self._parameters):
             if i not in self._handed:
@@ -235,7 +229,7 @@ class OptimizerFrontEnd(FrontEnd):
             elif handed.result is not p.grad:
                 _write_result(p, handed.result)
         self.begin_anew()
-        self.averaged = True
+        self._waiting = Waiting.RESULTS
 
     def _require_unchanged(self) -> None:
         optimizer = self.owner
@@ -262,22 +256,12 @@ class OptimizerFrontEnd(FrontEnd):
         self._handed = {}
         passes = 1 if (optimizer := self.owner) is None else vars(optimizer)["backward_passes_per_step"]
         self._left = [passes] * len(self._parameters)  # passes until a gradient is submitted
-        self.begun = self.averaged = False
-
-    @override
-    def update_ended(self) -> None:
-        self.averaged = False
-
-    @override
-    def give_up(self) -> None:
-        self.begin_anew()
-        self._skipping = False
+        self._waiting = Waiting.NOTHING
 
     @override
     def end(self) -> None:
         super().end()
-        self._unguard()
-        self.give_up()
+        self.begin_anew()
         if (optimizer := self.owner) is not None:
             optimizer.register_step_pre_hook(weakly(self._refuse_step))
 
@@ -293,15 +277,13 @@ class OptimizerFrontEnd(FrontEnd):
     def _guard(self) -> None:
         """Refuse the forward pass of a DistributedDataParallel over these parameters. Building one is allowed."""
         for ddp in ddp_over(self._parameters):
-            if id(ddp) not in self._guarded:
-                self._guarded[id(ddp)] = ddp.register_forward_pre_hook(weakly(self._refuse_ddp))
-
-    def _unguard(self) -> None:
-        while self._guarded:
-            self._guarded.popitem()[1].remove()
+            if ddp not in self._guarded:
+                self._guarded.add(ddp)
+                ddp.register_forward_pre_hook(weakly(self._refuse_ddp))
 
     def _refuse_ddp(self, ddp: Any, inputs: object) -> None:
-        if torch.is_grad_enabled() and ddp.require_backward_grad_sync and self.owner is not None:
+        exchanges = self.drives and not self._replaced and self.owner is not None
+        if exchanges and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self.engine.fail(ConfigError(_IN_DDP))
 
 

@@ -55,5 +55,5 @@ def warn_of_unknown_scaler() -> None:
         "divided by it before they are exchanged, momentum, weight decay and residuals mix gradients of "
         "different scales. Pass it to the compressor: Compression.dgc(loss_scale=scaler)",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=3,
     )

@@ -33,12 +33,13 @@ class SparseUpdates:
 
     Attributes:
         reason: why results are dense; None if updates are sparse, and "" before the first step.
+        update_follows: whether the optimizer uses the latest results before the script can see them.
         applied: whether the sums were applied. False again when the next step begins.
         deferred: the sums of some buckets, for :meth:`apply`.
         obstacle: set by the caller of :meth:`apply`.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: int = 1, dense: int = 1) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: int, dense: int) -> None:
         """Prepare for these parameters. ``sparsified`` and ``dense`` count the elements that are sent in each way."""
         self._parameters = parameters
         self._unwanted = None if enabled else "sparse_updates=False"
@@ -46,7 +47,7 @@ class SparseUpdates:
             self._unwanted = "nothing is sparsified"
         elif enabled and not dense:
             self._unwanted = "all tensors are sparsified: no .grad would show whether the script clears it"
-        self._update_followed = True  # whether step() ended the latest exchange
+        self.update_follows = True
         self.applied = False
         self._apart: list[int] = []  # addresses of parameters that are known not to share memory
         self.deferred: Sequence[EntrySum] | None = None
@@ -59,11 +60,10 @@ class SparseUpdates:
         self.reason = self._refusal(optimizer)
         return self.reason is None
 
-    def will_apply(self, optimizer: torch.optim.Optimizer | None, update_follows: bool) -> bool:
+    def will_apply(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Return whether the deferred sums are applied after the exchange, instead of being written."""
-        self._update_followed = update_follows
         # An obstacle may have appeared since the step began. If there was one already, nothing was deferred.
-        if not update_follows or self.reason is not None or self.obstacle is None or self.obstacle(optimizer):
+        if not self.update_follows or self.reason is not None or self.obstacle is None or self.obstacle(optimizer):
             return False
         if any(_is_part(p.grad) for p in self._parameters):
             self.reason = "a gradient is a part of a larger tensor, in which the script may look for the results"
@@ -104,7 +104,7 @@ class SparseUpdates:
             self._apart = addresses
         if (refused := self.obstacle(optimizer)) is not None:
             return refused
-        return None if self._update_followed else "synchronize() is called before step()"
+        return None if self.update_follows else "synchronize() is called before step()"
 
 
 def _is_part(gradient: torch.Tensor | None) -> bool:
