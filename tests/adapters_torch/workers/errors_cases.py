@@ -50,6 +50,27 @@ def a_step_that_one_rank_gives_up_is_one_that_all_give_up():
     assert_replicas_identical(model)
 
 
+@case
+def an_exchange_without_a_backward_pass_that_fails_leaves_nothing_behind():
+    """Rank 0 fails in the exchange of zeros. In the next step only one parameter has a gradient."""
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    train(optimizer, model, 2)
+    optimizer.zero_grad()
+
+    def failing():
+        if hvd.rank() == 0:
+            compression.engine.fail(dgc.LayoutError("made to fail"))
+        optimizer.synchronize()
+
+    on_every_rank(dgc.DGCError, "made to fail", failing)
+    compression.reset()
+    optimizer.zero_grad()
+    next(model.parameters()).sum().backward()
+    optimizer.step()
+    assert_replicas_identical(model)
+
+
 @case(failing=("0", "1", "01"))
 def after_an_exception_between_backward_and_step_horovods_optimizer_goes_on_on_all_ranks_or_none(failing):
     """On one rank alone, while the other makes the update, and on all: these go on together, or not, by chance."""
