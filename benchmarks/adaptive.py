@@ -8,9 +8,9 @@ writes it: the optimizer as it is, and ``Compression.dgc(steps=...)``; or DGC's 
 rates and data for all. With ``--json FILE`` the rows are added to a file, and trainings that it holds already are not
 repeated.
 
-``--timed RATE`` evaluates nothing and writes the median time of a step in the last half of the steps, and the median of
-a rank's processor time, which depends less on what else the machine does. The hosts and links of that rate are those of
-``benchmarks/network`` (root and iproute2 needed):
+``--timed RATE`` evaluates nothing and writes the medians of the last half of the steps: the time, the bytes, and the
+processor time of a rank, which depends less on what else the machine does. The hosts and links of that rate are those
+of ``benchmarks/network`` (root and iproute2 needed):
 
     python benchmarks/network/run.py --hosts 2 --rate 1gbit --pin -- sh -c 'MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 \
       WORLD_SIZE=2 RANK=$OMPI_COMM_WORLD_RANK python benchmarks/adaptive.py gpt-10m 14 dense steps --timed 1gbit'
@@ -504,15 +504,17 @@ def train(task: Task, data: Any, word: str, steps: int, seed: int, points: int) 
         inputs, wanted = draw(generator)
         task.loss(forward(inputs), wanted).backward()
         method.step()
-        ends.append((time.monotonic(), time.process_time()))
+        ends.append((time.monotonic(), time.process_time(), method.bytes))
         if points and (step + 1) % max(1, steps // points) == 0:
             curve.append([step + 1, *evaluated(task, model, held)])
     if not points:
         last = ends[-(steps // 2) - 1 :]
-        wall, processor = (
-            statistics.median(end[i] - begin[i] for begin, end in itertools.pairwise(last)) for i in (0, 1)
+        seconds, processor, sent = (
+            statistics.median(end[i] - begin[i] for begin, end in itertools.pairwise(last)) for i in range(3)
         )
-        return {"setting": word, "seed": seed, "steps": steps, "step": wall, "processor": processor}
+        return {
+            "setting": word, "seed": seed, "steps": steps, "step": seconds, "processor": processor, "step_bytes": sent,
+        }  # fmt: skip
     size = sum(p.numel() for p in model.parameters())
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]

@@ -120,3 +120,25 @@ def test_the_larger_gpt():
     assert f"Dense ends at {dense['loss']:.3f} nats a byte" in said
     assert f"`steps=` at {ours['loss']:.3f} with {ours['fewer']:.0f} times fewer bytes" in said
     assert f"PowerSGD of rank 4 at {theirs['loss']:.3f} with {theirs['fewer']:.0f} times fewer" in said
+
+
+AGAINST = {
+    "dense": "dense", "16 bits": "fp16", "PowerSGD, rank 4": "powersgd=4", "PowerSGD, rank 32": "powersgd=32",
+    "signs, as 1-bit Adam": "onebit=0.15", "dgc, `steps=`": "steps",
+}  # fmt: skip
+
+
+def test_the_alternatives_with_adamw():
+    """Losses and bytes of one seed; seconds are the processor's and those of the bytes on a link that carries 94 %."""
+    ((heads, said),) = table_with("docs/coming-from.md", *AGAINST)
+    assert heads[-2:] == ["1 Gbit/s", "100 Mbit/s"]
+    trained = {row["setting"]: row for row in rows_of("adaptive-gpt") if row["steps"] == 1200 and row["seed"] == 0}
+    steps = {row["setting"].partition("=0.")[0]: row for row in rows_of("adaptive-gpt-10m-steps")}
+    for name, setting in AGAINST.items():
+        (loss,), (fewer,), (sent,), *seconds = map(numbers, said[name])
+        row, step = trained[setting], steps[setting.partition("=0.")[0]]
+        assert loss == round(row["loss"], 3), name
+        assert fewer == pytest.approx(row["fewer"], abs=0.5), name
+        assert sent == pytest.approx(step["step_bytes"] / 1e6, abs=0.051 if sent > 9 else 0.0051), name
+        expected = [step["processor"] + step["step_bytes"] * 8 / (0.94 * rate) for rate in (1e9, 1e8)]
+        assert [second for (second,) in seconds] == pytest.approx(expected, abs=0.0051), name
