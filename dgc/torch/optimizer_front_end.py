@@ -123,9 +123,13 @@ class OptimizerFrontEnd(FrontEnd):
     def zero_grad(self, *args: bool, **kwargs: bool) -> None:
         """Clear the gradients; arguments are those of the optimizer's own method.
 
+        Passes of an accumulation that has not reached ``backward_passes_per_step`` are dropped, as in dense training.
+
         Raises:
-            AssertionError: between ``backward()`` and the exchange.
+            AssertionError: after the last of these passes and before the exchange has ended.
         """
+        if self._waiting is Waiting.GRADIENTS and not self._handed:
+            self.begin_anew()  # an accumulation ends early, and no gradient of it is being exchanged
         if self._waiting is Waiting.GRADIENTS:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "

@@ -24,6 +24,24 @@ def accumulation_equals_dense_training_also_where_a_step_comes_early(way):
 
 
 @case
+def zero_grad_drops_the_passes_of_an_accumulation_that_ends_early():
+    """As at the end of an epoch."""
+    model, expected = make_model(), make_model()
+    plain = sgd(expected)
+    optimizer, _ = wrap("b", model, sgd(model), hvd_options={"backward_passes_per_step": 2}, **EXACT)
+    for step, passes in enumerate((2, 1, 2, 1, 1, 2)):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for i in range(passes):
+            loss_of(model, 10 * step + i).backward()
+            dense_backward(expected, 10 * step + i)
+        if passes == 2:
+            optimizer.step()
+            plain.step()
+    assert worst_difference(model, expected) <= 1e-5
+
+
+@case
 def backward_passes_per_step_may_be_set_as_an_attribute():
     """Horovod reads it when a step is exchanged."""
     models = []
