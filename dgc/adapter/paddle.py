@@ -6,18 +6,16 @@ Source: PaddlePaddle 1.6, ``fluid.optimizer.DGCMomentumOptimizer``.
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dgc.adapter.compressor import CompressorBase
-from dgc.adapter.engine import Observer
 from dgc.core.checks import plain, require_flag
 from dgc.core.compressors import make_config
 from dgc.core.config import DGCConfig
-from dgc.core.exchange.stats import Stats
 from dgc.core.layout import Parameter
 from dgc.errors import ConfigError, LayoutError
 
@@ -30,29 +28,21 @@ COMPRESSED_TYPES = ("float32",)
 # Options of the core that DGCMomentum accepts in addition to Paddle's arguments.
 CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
 
-_PARAMETERS = (
-    "give the parameters as the first argument, params (PyTorch), or to apply_gradients or minimize (TensorFlow)"
-)
-# Names that other versions of Paddle give to an argument, and what to do instead.
-PADDLE_NAMES = {
-    "parameter_list": _PARAMETERS,
-    "parameters": _PARAMETERS,
-    "grad_clip": "local_grad_clip_norm is its name here, a float",
-    "weight_decay": "regularization=L2Decay(coefficient) is its name here",
-}
+NEVER = 2**62  # a first compressed step that no training reaches
 
 
 class ArgumentError(ConfigError, AssertionError):
     """An argument that Paddle refuses with an ``AssertionError``."""
 
 
+class StateError(LayoutError, AssertionError):
+    """A state dict does not fit. Paddle refuses it with an ``AssertionError``."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise an ArgumentError unless the condition holds."""
     if not condition:
         raise ArgumentError(message)
-
-
-# -- regularizers ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -75,30 +65,21 @@ L2DecayRegularizer = L2Decay
 Regularizer = L1Decay | L2Decay | None
 
 
-def check_regularizer(value: Any, what: str) -> Regularizer:
-    """Return ``value``; raise an error unless it is a regularizer or None."""
+def coefficient(regularizer: Any, what: str = "regularization") -> float:
+    """Return the coefficient of a regularizer, 0 for None; raise an error if it is wrong. ``what`` names it."""
+    if regularizer is None:
+        return 0.0
     require(
-        value is None or isinstance(value, (L1Decay, L2Decay)),
-        f"{what} is {value!r}; allowed: None, L1Decay(coefficient) or L2Decay(coefficient)",
+        isinstance(regularizer, (L1Decay, L2Decay)),
+        f"{what} is {regularizer!r}; allowed: None, L1Decay(coefficient) or L2Decay(coefficient)",
     )
-    if value is not None:
-        coefficient = value.regularization_coeff
-        number = isinstance(coefficient, (int, float)) and not isinstance(coefficient, bool)
-        require(
-            number and math.isfinite(coefficient) and coefficient >= 0,
-            f"{what} has the coefficient {coefficient!r}; allowed: a number >= 0",
-        )
-    checked: Regularizer = value
-    return checked
-
-
-def coefficients(regularizer: Regularizer) -> tuple[float, float]:
-    """Return the coefficients (L1, L2); at least one of them is 0."""
-    coefficient = 0.0 if regularizer is None else float(regularizer.regularization_coeff)
-    return (coefficient, 0.0) if isinstance(regularizer, L1Decay) else (0.0, coefficient)
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
+    value = regularizer.regularization_coeff
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(
+        number and math.isfinite(value) and value >= 0,
+        f"{what} has the coefficient {value!r}; allowed: a number >= 0",
+    )
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -134,12 +115,9 @@ class PaddleOptions:
         """
         for option in fields(self):
             object.__setattr__(self, option.name, plain(getattr(self, option.name)))
-        object.__setattr__(self, "dtypes", tuple(self.dtypes))
         object.__setattr__(self, "exclude", (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude))
         if isinstance(self.learning_rate, int) and not isinstance(self.learning_rate, bool):
             object.__setattr__(self, "learning_rate", float(self.learning_rate))
-        if isinstance(self.use_nesterov, int) and self.use_nesterov in (0, 1):
-            object.__setattr__(self, "use_nesterov", bool(self.use_nesterov))  # Paddle accepts 0 and 1, too
         require_flag("use_nesterov", self.use_nesterov)
         rate, begin, ranks = self.learning_rate, self.rampup_begin_step, self.num_trainers
         require(rate is not None, "learning_rate is None; give the step size, such as 0.1")
@@ -151,14 +129,13 @@ class PaddleOptions:
         require(isinstance(begin, int) and begin >= 0, f"rampup_begin_step is {begin!r}; allowed: a whole number >= 0")
         if (clip := self.local_grad_clip_norm) is not None:
             require(
-                isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 0,
+                type(ranks) is int and ranks > 0,
                 f"num_trainers is {ranks!r}; with local_grad_clip_norm it must be the number of ranks, an int > 0",
             )
             require(
                 isinstance(clip, float) and math.isfinite(clip) and clip > 0,
                 f"local_grad_clip_norm is {clip!r}; allowed: a float > 0, such as 1.0",
             )
-        check_regularizer(self.regularization, "regularization")
         self.to_config([])
 
     def core_options(self, parameters: Sequence[Parameter]) -> dict[str, Any]:
@@ -167,42 +144,33 @@ class PaddleOptions:
         The core compresses no 1-D tensors and ignores types. Paddle's rules for both become name patterns.
         """
         if unknown := [name for name in self.codecs if name not in CODEC_OPTIONS]:
-            known = ", ".join(CODEC_OPTIONS)
-            advice = PADDLE_NAMES.get(unknown[0], f"besides Paddle's options it takes {known}")
-            raise TypeError(f"DGCMomentum got an unknown option {unknown[0]!r}; {advice}")
+            raise TypeError(
+                f"DGCMomentum got an unknown option {unknown[0]!r}; it takes the arguments of Paddle 1.6 and "
+                f"{', '.join(CODEC_OPTIONS)}. docs/from-paddle.md says what replaces those of other versions"
+            )
         large = [p for p in parameters if p.numel >= max(1, self.min_numel)]
-        compressed = [p.name for p in large if p.dtype in self.dtypes]
         return dict(
             rampup_begin_step=self.rampup_begin_step,
             rampup_step=self.rampup_step,
             sparsity=self.sparsity,
             local_grad_clip_norm=self.local_grad_clip_norm,
             min_numel=self.min_numel,
-            include=tuple(_literally(p.name) for p in large if p.name in compressed and len(p.shape) <= 1),
-            exclude=(*self.exclude, *(_literally(p.name) for p in large if p.name not in compressed)),
+            include=tuple(glob.escape(p.name) for p in large if p.dtype in self.dtypes and len(p.shape) <= 1),
+            exclude=(*self.exclude, *(glob.escape(p.name) for p in large if p.dtype not in self.dtypes)),
             # Paddle sends values as float32.
             **{"values": "float32", "small": "float32", **self.codecs},
         )
 
     def to_config(self, parameters: Sequence[Parameter]) -> DGCConfig:
         """Return the config with which the core treats these parameters as Paddle does."""
-        decay = max(coefficients(self.regularization))
+        decay = coefficient(self.regularization)
         own = dict(momentum=self.momentum, nesterov=self.use_nesterov, weight_decay=decay)
         return make_config({**own, **self.core_options(parameters)}, owner="DGCMomentum")
-
-    def check_rate_is_number(self) -> None:
-        """Require that the learning rate is a number, because PyTorch's schedulers change it."""
-        try:
-            number = float(self.learning_rate)  # this also accepts a tensor
-        except (TypeError, ValueError):
-            number = math.nan
-        if not (math.isfinite(number) and number >= 0):
-            raise ConfigError(f"learning_rate is {self.learning_rate!r}; allowed: a finite number >= 0")
 
     def check_ranks(self, ranks: int) -> None:
         """Require that ``num_trainers`` is the job's number of ranks."""
         require(
-            self.num_trainers is None or self.num_trainers == ranks,
+            self.num_trainers in (None, ranks),
             f"num_trainers is {self.num_trainers}, but {ranks} ranks train; give {ranks}, or leave it out "
             "without clipping",
         )
@@ -215,57 +183,9 @@ def one_rate(learning_rate: Any, lr: Any) -> Any:
     return learning_rate if lr is None else lr
 
 
-def require_parameters(params: object) -> None:
-    """Refuse arguments in Paddle's order, which does not begin with ``params``."""
-    if params is None or isinstance(params, (int, float)):
-        raise TypeError(
-            "params is missing: the first argument is what to train, such as model.named_parameters() (Paddle's "
-            "parameter_list); learning_rate, momentum and rampup_begin_step follow it"
-        )
-
-
 def warn_of_one_process() -> None:
     """Warn about one process. Paddle raises "DGC is not useful"; a warning lets users try a script on one process."""
     warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=4)
-
-
-def _literally(name: str) -> str:
-    """Return a pattern that matches only this name."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-class ExchangeMethods:
-    """A mixin that gives an optimizer the methods of its compressor."""
-
-    compression: CompressorBase[Any]
-
-    @property
-    def stats(self) -> Stats:
-        """Bytes, densities and seconds of the exchange."""
-        return self.compression.stats
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the next step will do, for a log: see ``compression.describe()``."""
-        return self.compression.describe()
-
-    def on_step(self, observer: Observer) -> Observer:
-        """Call a function with the figures of each step: :meth:`dgc.adapter.compressor.CompressorBase.on_step`."""
-        return self.compression.on_step(observer)
-
-    def reset(self) -> None:
-        """Forget momentum, residuals, the step and the statistics. Call it on all ranks."""
-        self.compression.reset()
-
-    def close(self) -> None:
-        """End the communication thread."""
-        self.compression.close()
-
-
-# -- saved states ------------------------------------------------------------------------------------------------------
-
-
-class StateError(LayoutError, AssertionError):
-    """A state dict does not fit. Paddle refuses it with an ``AssertionError``."""
 
 
 @contextlib.contextmanager
@@ -273,8 +193,6 @@ def as_state_error() -> Iterator[None]:
     """Turn a LayoutError about a state into a StateError."""
     try:
         yield
-    except StateError:
-        raise
     except LayoutError as error:
         raise StateError(str(error)) from error
 

@@ -18,16 +18,15 @@ from dgc.adapter.job import errors_on_all_ranks
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
-    ExchangeMethods,
+    NEVER,
+    L1Decay,
     PaddleOptions,
     Regularizer,
     StateError,
     as_state_error,
-    check_regularizer,
-    coefficients,
+    coefficient,
     one_rate,
     require_keys,
-    require_parameters,
     warn_of_one_process,
 )
 from dgc.core.collectives import Transport
@@ -40,17 +39,19 @@ from dgc.torch.tensors import describe
 _COMPARED = ("lr", "momentum", "nesterov", "weight_decay", "l1")  # options of a group that must be equal on all ranks
 
 
-class DGCMomentum(ExchangeMethods, torch.optim.SGD):
+class _Compressor(DGCCompressor):
+    works_alone = True  # in one process, too, it applies the momentum and the decay by sign
+
+
+class DGCMomentum(torch.optim.SGD):
     """Momentum SGD with Deep Gradient Compression, under Paddle's names.
 
     It averages gradients itself, beginning in ``backward()``; do not wrap it in a ``DistributedOptimizer``. It has the
     same methods ``synchronize()`` and ``skip_synchronize()``, and its attribute ``compression`` is the compressor.
 
     Before ``rampup_begin_step`` it is momentum SGD on averaged gradients. From then on every tensor of at least
-    ``min_numel`` elements sends its largest accumulated entries and keeps the rest for later.
-
-    One process compresses nothing, because that would only delay updates. Paddle refuses to run with one process. Here
-    there is only a warning, so that users can try a script without a launcher.
+    ``min_numel`` elements sends its largest accumulated entries and keeps the rest for later. One process compresses
+    nothing, and there is a warning.
 
     Source: PaddlePaddle 1.6, ``DGCMomentumOptimizer``; Lin et al. 2018, arXiv 1712.01887.
     """
@@ -60,7 +61,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
 
     def __init__(
         self,
-        params: Any = None,
+        params: Any,
         learning_rate: float | None = None,
         momentum: float | None = None,
         rampup_begin_step: int | None = None,
@@ -83,47 +84,21 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
     ) -> None:
         """Build the optimizer. Collective over the process set.
 
-        Args:
-            params: parameters, (name, parameter) pairs or group dicts. A group may have its own ``lr``, ``momentum``,
-                ``nesterov`` and ``regularization``. A parameter's attribute ``regularizer`` takes precedence; such
-                parameters are moved to new groups at the end.
-            learning_rate: the step size.
-            momentum: the momentum factor, in [0, 1).
-            rampup_begin_step: the first compressed step, counted from 0.
-            rampup_step: the number of steps over which the list ``sparsity`` is spread.
-            sparsity: shares of entries that are held back, each in an equal part of the ramp-up; the last one is used
-                afterwards.
-            use_nesterov: Nesterov momentum.
-            local_grad_clip_norm: c; the local gradient of a compressed tensor is scaled down to an L2 norm of
-                c * sqrt(P).
-            num_trainers: P; needed for clipping, and checked.
-            regularization: ``L1Decay(c)``, ``L2Decay(c)`` or None.
-            name: shown in ``repr``.
-            lr: another name for ``learning_rate``.
-            min_numel: smaller tensors are sent dense.
-            dtypes: names of the types that are compressed.
-            exclude: name patterns (fnmatch) of parameters that are sent dense.
-            process_set: the Horovod process set to average over; None means all ranks, those of Horovod if it is
-                initialised, else those of torch.distributed.
-            transport: "auto", "mpi", "horovod" or a transport.
-            loss_scale: the script's ``GradScaler``, if it has one.
-            **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``,
-                ``momentum_masking=None``, ``sparse_updates=True``.
+        docs/from-paddle.md has a table of the arguments. ``params`` are parameters, (name, parameter) pairs or group
+        dicts. A group may have its own ``lr``, ``momentum``, ``nesterov`` and ``regularization``. A parameter's
+        attribute ``regularizer`` takes precedence; such parameters are moved to new groups at the end.
 
         Raises:
-            ArgumentError: (an AssertionError, as in Paddle) the learning rate or momentum is missing;
-                ``rampup_begin_step`` is negative; the clipping norm is not a float; with a clipping norm,
-                ``num_trainers`` is missing or is not the number of ranks; or the regulariser is of a wrong type.
+            ArgumentError: (an AssertionError, as in Paddle) an argument is wrong that Paddle refuses.
             ConfigError: (a ValueError) another option is out of range, or neither Horovod nor torch.distributed is
                 initialised.
-            TypeError: ``params`` or ``rampup_begin_step`` is missing, or an option is unknown.
+            TypeError: ``rampup_begin_step`` is missing, or an option is unknown.
             LayoutError: ranks disagree about the parameters.
         """
         arguments = dict(locals())
         if hasattr(type(self), "skip_synchronize"):  # Horovod derives a class from this one
             raise ConfigError("DGCMomentum averages gradients itself; use it without DistributedOptimizer")
         with errors_on_all_ranks(job_of(), process_set, transport=transport):
-            require_parameters(params)
             job = job_of().of(process_set)
         job.require_ready()
         link = job.make_transport(transport)
@@ -131,38 +106,27 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
         def build() -> dict[str, Any]:
             arguments["learning_rate"] = one_rate(learning_rate, lr)
             self.options = PaddleOptions(**{f.name: arguments[f.name] for f in fields(PaddleOptions)})
-            self.options.check_rate_is_number()
             self.options.check_ranks(link.size)
             nesterov, factor = self.options.use_nesterov, float(self.options.momentum)
             super(DGCMomentum, self).__init__(params, self.options.learning_rate, factor, nesterov=nesterov)
             self._part_regularized()
-            return self._described()
+            return self._described(self.param_groups)
 
         agree_or_raise(link, build, "arguments")
-        named = [
-            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
-        ]
-        described = [describe(n, p) for n, p in named if p.requires_grad]
-        chosen = dict(transport=link, process_set=process_set, loss_scale=loss_scale)
+        named = [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
+        options = self.options.core_options([describe(n, p) for n, p in named if p.requires_grad])
         if link.size == 1:
             warn_of_one_process()
-            link.close()
-            self.register_step_pre_hook(_add_l1)
-        compression = DGCCompressor({**self.options.core_options(described), **chosen})
-        DistributedOptimizer(self, named, compression)
+            options["rampup_begin_step"] = NEVER
+        options.update(transport=link, process_set=process_set, loss_scale=loss_scale)
+        DistributedOptimizer(self, named, _Compressor(options))
         self._read_l1()
 
     def minimize(self, loss: torch.Tensor) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Make one step: clear the gradients, call ``loss.backward()`` and ``step()``.
 
-        Args:
-            loss: the value to minimise, with its graph.
-
         Returns:
             An empty list in place of Paddle's operators, and (parameter, its ``.grad`` after the step) pairs.
-
-        Raises:
-            TypeError: another argument of Paddle's is given; these have no meaning here.
         """
         distributed: Any = self
         self.zero_grad()
@@ -183,16 +147,16 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             raise ConfigError("parameters cannot be added to DGCMomentum: build a new one with all of them")
         if "weight_decay" in param_group:
             raise ConfigError("a parameter group has weight_decay; give it regularization=L2Decay(coefficient)")
-        chosen = param_group.pop("regularization", self.options.regularization)
-        _regularize(param_group, check_regularizer(chosen, "a group's regularization"))
-        super().add_param_group(param_group)
+        group = {"regularization": self.options.regularization, **param_group}
+        decay = _decay(group.pop("regularization"), "a group's regularization")
+        super().add_param_group({**group, **decay})
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's state. It differs between ranks: save one per rank and never broadcast it.
 
         Returns:
-            Torch's ``"state"`` (empty if there are several processes) and ``"param_groups"``; and ``"compression"``,
-            which holds u (the momentum buffers), v (the residuals) and the step.
+            Torch's ``"state"`` (empty) and ``"param_groups"``; and ``"compression"``, which holds u (the momentum
+            buffers), v (the residuals) and the step.
         """
         return {**super().state_dict(), "compression": self.compression.state_dict()}
 
@@ -212,23 +176,20 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
             RuntimeError: a buffer is neither a tensor nor an array.
         """
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+        engine = self.compression.engine
+        assert engine is not None
 
         def look() -> dict[str, Any]:
-            if not resize and not isinstance(state_dict, Mapping):
-                raise StateError(f"load_state_dict got {len(states)} states; pass this rank's own, or resize=True")
             for state in states:
                 require_keys(state, ("state", "param_groups", "compression"))
                 self._require_fitting(state)
             return self._described(states[0]["param_groups"])
 
-        if (engine := self.compression.engine) is None:
-            look()
-        else:
-            engine.abandon()  # an unfinished step would use the transport
-            agree_or_raise(engine.transport, look, "states", LayoutError, "Load a state on every rank, each its own.")
+        engine.abandon()  # an unfinished step would use the transport
+        agree_or_raise(engine.transport, look, "states", LayoutError, "Load a state on every rank, each its own.")
+        own = [state["compression"] for state in states]
         with as_state_error():
-            own = [state["compression"] for state in states]
-            self.compression.load_state_dict(own if resize else own[0], resize)
+            self.compression.load_state_dict(own[0] if isinstance(state_dict, Mapping) else own, resize)
         super().load_state_dict({key: value for key, value in states[0].items() if key != "compression"})
         self._read_l1()  # a loaded group brings its own
 
@@ -239,31 +200,34 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
 
     def _read_l1(self) -> None:
         """Tell the compressor which parameters decay by their sign."""
-        if (engine := self.compression.engine) is not None:
-            l1 = {id(p) for group in self.param_groups if group["l1"] for p in group["params"]}
-            engine.decays_by_sign = {i for i, p in enumerate(engine.parameters) if id(p) in l1}
+        engine = self.compression.engine
+        assert engine is not None
+        l1 = {id(p) for group in self.param_groups if group["l1"] for p in group["params"]}
+        engine.decays_by_sign = {i for i, p in enumerate(engine.parameters) if id(p) in l1}
 
     def _part_regularized(self) -> None:
         """Name all parameters, and move those with an attribute ``regularizer`` to new groups at the end."""
-        for number, group in enumerate(list(self.param_groups)):
-            own: dict[Regularizer, list[tuple[str, torch.Tensor]]] = {}
-            rest: list[tuple[str, torch.Tensor]] = []
+        kept, moved = [], []
+        for number, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"group{number}.{i}" for i in range(len(group["params"]))]
+            by_regularizer: dict[Any, list[tuple[str, torch.Tensor]]] = {None: []}
             for name, p in zip(names, group["params"], strict=True):
-                chosen = check_regularizer(getattr(p, "regularizer", None), f"the regularizer of {name!r}")
-                (rest if chosen is None else own.setdefault(chosen, [])).append((name, p))
-            for chosen, pairs in own.items():
-                self.param_groups.append(_regularize(_holding({**group}, pairs), chosen))
-            _holding(group, rest)
-        self.param_groups = [group for group in self.param_groups if group["params"]]
+                own = getattr(p, "regularizer", None)
+                coefficient(own, f"the regularizer of {name!r}")
+                by_regularizer.setdefault(own, []).append((name, p))
+            for own, pairs in by_regularizer.items():
+                held = {"param_names": [name for name, _ in pairs], "params": [p for _, p in pairs]}
+                if own is None:
+                    kept.append({**group, **held})
+                else:
+                    moved.append({**group, **_decay(own), **held})
+        self.param_groups = [group for group in (*kept, *moved) if group["params"]]
 
-    def _described(self, groups: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        groups = self.param_groups if groups is None else groups
+    def _described(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {f"{key} of group {i}": float(group[key]) for i, group in enumerate(groups) for key in _COMPARED}
 
     def _require_fitting(self, state: Mapping[str, Any]) -> None:
-        there = [len(group["params"]) for group in state["param_groups"]]
-        here = [len(group["params"]) for group in self.param_groups]
+        there, here = ([len(g["params"]) for g in groups] for groups in (state["param_groups"], self.param_groups))
         if there != here:
             raise StateError(f"the state dict has groups of {there} parameters, the optimizer of {here}")
         for name, entry in state["compression"].get("parameters", {}).items():
@@ -272,22 +236,7 @@ class DGCMomentum(ExchangeMethods, torch.optim.SGD):
                     raise RuntimeError(f"{key} of {name!r} is a {type(value).__name__}; allowed: a tensor or an array")
 
 
-def _regularize(group: dict[str, Any], regularizer: Regularizer) -> dict[str, Any]:
-    """Set a group's decay as plain numbers, so that a state dict loads with ``weights_only=True``."""
-    l1, l2 = coefficients(regularizer)
-    group.update(weight_decay=l1 or l2, l1=l1 > 0)
-    return group
-
-
-def _holding(group: dict[str, Any], pairs: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    group.update(param_names=[name for name, _ in pairs], params=[p for _, p in pairs])
-    return group
-
-
-@torch.no_grad()
-def _add_l1(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """In a job without a compressor, turn SGD's weight_decay * p into weight_decay * sign(p)."""
-    for group in optimizer.param_groups:
-        for p in group["params"] if group["l1"] else ():
-            if p.grad is not None:
-                p.grad.add_(p.sign() - p, alpha=group["weight_decay"])
+def _decay(regularizer: Regularizer, what: str = "") -> dict[str, Any]:
+    """Return a group's decay as plain numbers, so that a state dict loads with ``weights_only=True``."""
+    decay = coefficient(regularizer, what)
+    return {"weight_decay": decay, "l1": isinstance(regularizer, L1Decay) and decay > 0}

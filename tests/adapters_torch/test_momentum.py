@@ -24,13 +24,18 @@ with warnings.catch_warnings(record=True) as caught:
     first = dgc.DGCMomentum([third], 0.1, 0.0, 2, regularization=dgc.L1Decay(0.01))
 plain = torch.optim.SGD([other], 0.1, 0.9, nesterov=True, weight_decay=0.01)
 for step in range(6):
+    optimizer.zero_grad()
     for p in (own, other):
         p.grad = torch.sin(torch.arange(40_000.0) + step)
     optimizer.step()
     plain.step()
 expected = third.detach() - 0.1 * (1 + 0.01 * third.detach().sign())
-third.grad = torch.ones(40_000)
-first.step()
+
+def closure():
+    first.zero_grad()
+    third.sum().backward()
+
+first.step(closure)
 optimizer.load_state_dict(optimizer.state_dict())
 report([(own - other).abs().max().item(), (third - expected).abs().max().item(), [str(w.message) for w in caught]])
 """

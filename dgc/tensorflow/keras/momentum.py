@@ -16,7 +16,7 @@ from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.paddle import (
     COMPRESSED_TYPES,
     MIN_NUMEL,
-    ExchangeMethods,
+    NEVER,
     L1Decay,
     L2Decay,
     PaddleOptions,
@@ -40,8 +40,6 @@ from dgc.tensorflow.tensors import describe, raw_variable, unique_names
 _PLACE = ("iterations", "learning_rate")  # keys of a state in addition to those of the compressor's state
 
 _NAME = "dgc_momentum"
-
-_NEVER = 2**62  # a first compressed step that no training reaches
 
 _IS_LEGACY = tf.keras.optimizers.SGD.__module__.startswith("tf_keras")
 
@@ -71,44 +69,20 @@ def DGCMomentum(
     The optimizer exchanges the local gradients of all ranks when it applies them; do not wrap it in a
     ``DistributedOptimizer``, nor the tape in a ``DistributedGradientTape``. Before ``rampup_begin_step`` it is momentum
     SGD on averaged gradients. From then on every variable of at least ``min_numel`` elements sends its largest
-    accumulated entries and keeps the rest for later.
+    accumulated entries and keeps the rest for later. One process compresses nothing, and there is a warning.
 
     The velocity does not contain the learning rate, as in Paddle and PyTorch but not in Keras' SGD, so a change of the
     learning rate acts at once. A variable without a gradient (None) does not change, as in Keras. Under the policy
     mixed_float16 the optimizer is a LossScaleOptimizer itself and all ranks skip the same steps.
 
-    One process compresses nothing, because that would only delay updates. Paddle refuses to run with one process. Here
-    there is only a warning, so that users can try a script without a launcher.
-
-    Args:
-        learning_rate: the step size: a number or a Keras schedule.
-        momentum: the momentum factor, in [0, 1).
-        rampup_begin_step: the first compressed step, counted from 0.
-        rampup_step: the number of steps over which the list ``sparsity`` is spread.
-        sparsity: shares of entries that are held back, each in an equal part of the ramp-up; the last one is used
-            afterwards.
-        use_nesterov: Nesterov momentum.
-        local_grad_clip_norm: c; the local gradient of a compressed variable is scaled down to an L2 norm of
-            c * sqrt(P).
-        num_trainers: P; needed for clipping, and checked.
-        regularization: ``L1Decay(c)``, ``L2Decay(c)`` or None.
-        name: the optimizer's name.
-        lr: another name for ``learning_rate``.
-        min_numel: smaller variables are sent dense.
-        dtypes: names of the types that are compressed.
-        exclude: name patterns (fnmatch) of variables that are sent dense.
-        process_set: the Horovod process set to average over; None means all ranks.
-        transport: "auto", "mpi", "horovod" or a transport.
-        **codecs: ``indices="elias_fano"``, ``values="float32"``, ``bucket_bytes=25 MiB``, ``momentum_masking=None``.
+    docs/from-paddle.md has a table of the arguments.
 
     Returns:
-        A Keras optimizer with the additional methods of :class:`PaddleOptimizer`. It belongs to ``tf_keras`` if
-        TF_USE_LEGACY_KERAS=1, else to Keras 3.
+        A Keras optimizer with the additional methods of :class:`PaddleOptimizer`, and the compressor as its attribute
+        ``compression``. It belongs to ``tf_keras`` if TF_USE_LEGACY_KERAS=1, else to Keras 3.
 
     Raises:
-        ArgumentError: (an AssertionError, as in Paddle) the learning rate or momentum is missing; ``rampup_begin_step``
-            is negative; the clipping norm is not a float; with a clipping norm, ``num_trainers`` is missing or is not
-            the number of ranks; or the regulariser is of a wrong type.
+        ArgumentError: (an AssertionError, as in Paddle) an argument is wrong that Paddle refuses.
         ConfigError: (a ValueError) another option is out of range.
         TypeError: ``rampup_begin_step`` is missing, or an option is unknown.
 
@@ -143,7 +117,7 @@ class _Settings(Reducer):
         return {**_plain(given), "names": self.compression.variable_names(), "lost": lost}
 
 
-class PaddleOptimizer(ExchangeMethods):
+class PaddleOptimizer:
     """The methods of ``DGCMomentum`` that Keras' optimizers do not have."""
 
     compression: Any
@@ -296,7 +270,7 @@ class MomentumCompressor(DGCCompressor):
         config = self.options.to_config(described)
         if transport.size == 1:
             warn_of_one_process()
-            config = dataclasses.replace(config, rampup_begin_step=_NEVER)
+            config = dataclasses.replace(config, rampup_begin_step=NEVER)
         assert self.adoption is not None
         return Engine(variables, config, transport, self.adoption, 1.0, names=names)
 

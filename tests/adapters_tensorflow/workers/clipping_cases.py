@@ -38,10 +38,10 @@ def a_clip_of_dgc_momentums_velocity_is_refused():
             m.assert_raises(run, f"{name}={value}", "local_grad_clip_norm")
             np.testing.assert_array_equal(np.asarray(variable), before)
             setattr(optimizer, name, None)
-            optimizer.reset()
+            optimizer.compression.reset()
             run()
             assert (np.asarray(variable) < before).all()
-            optimizer.close()
+            optimizer.compression.close()
 
 
 @case

@@ -221,7 +221,7 @@ def arguments_that_are_wrong_on_one_rank_alone():
 
     paddle = {"learning_rate": 0.1, "momentum": 0.9, "rampup_begin_step": 0}
     errors = TypeError, dgc.DGCError
-    on_every_rank(errors, "params is missing", lambda: built(dgc.DGCMomentum, paddle, {"params": None}))
+    on_every_rank(errors, "not iterable", lambda: built(dgc.DGCMomentum, paddle, {"params": None}))
     on_every_rank(
         errors,
         "group is a int",

@@ -40,11 +40,11 @@ def sets_may_overlap():
 
     model = make_model()
     if pair.included():
-        dgc.DGCMomentum(model.parameters(), 0.1, 0.9, 0, process_set=pair).close()
+        dgc.DGCMomentum(model.parameters(), 0.1, 0.9, 0, process_set=pair).compression.close()
     optimizer = dgc.DGCMomentum(model.parameters(), 0.1, 0.9, 0)
     train(optimizer, model, 3)
     assert_replicas_identical(model)
-    optimizer.close()
+    optimizer.compression.close()
     hvd.remove_process_set(pair)
 
 
