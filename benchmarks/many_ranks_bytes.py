@@ -16,8 +16,8 @@ from compress import resnet50
 
 from dgc.core.compressors import make_config
 from dgc.core.config import entries_to_send
+from dgc.core.exchange.encoders import entry_plan
 from dgc.core.layout import Layout, Parameter, make_layout
-from dgc.core.message import make_plan
 
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 DENSITIES = [0.001, 1 / 64, 0.05]
@@ -35,26 +35,10 @@ MODELS = {"resnet50": resnet50, "gpt2": gpt2}
 RESULT = Path(__file__).parent / "results" / "many-ranks-bytes.json"
 
 
-def through_a_rank(layout: Layout, density: float | None, ranks: int, *, deals: bool) -> tuple[int, int]:
+def through_a_rank(layout: Layout, density: float, ranks: int, *, deals: bool) -> tuple[int, int]:
     """Return the bytes that pass through a rank, and how many buckets have owners."""
-    config, total, dealt = make_config({}), 0.0, 0
-    for bucket in layout.buckets:
-        plan = make_plan(
-            bucket,
-            density=density,
-            ranks=ranks,
-            indices=config.indices,
-            values=config.values,
-            small=config.small,
-            deals=deals,
-        )
-        total += (ranks - 1) * plan.message_bytes
-        if plan.dealing:
-            dealt += 1
-            total += (ranks - 1) * plan.dealing.part_bytes
-        if plan.allreduces:
-            total += 2 * (ranks - 1) / ranks * plan.itemsize * (plan.vector_size - plan.plain_start)
-    return round(total), dealt
+    plans = [entry_plan(bucket, make_config({}), density, ranks, deals=deals) for bucket in layout.buckets]
+    return round(sum(plan.load(ranks)[1] for plan in plans)), sum(plan.way == "owners" for plan in plans)
 
 
 def main() -> None:

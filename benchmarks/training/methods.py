@@ -24,7 +24,14 @@ HALVES = "dgc-b-halves"
 """Our wrapper with positions and values of 16 bits, and small tensors in 8."""
 BUCKETS = {"dgc-b-4mib": 4, "dgc-b-100mib": 100}
 """Buckets of other sizes than the default, 25 MiB; a tensor is never cut."""
-METHODS = (*ALONE, MEETING, "dense", "fp16", "dgc-a", "dgc-b", RESULTS, HALVES, *BUCKETS, *FAMILY, "powersgd")
+EXCHANGES = {
+    f"{exchange}-{percent:g}": {"exchange": exchange, "sparsity": 1 - percent / 100}
+    for percent in (0.1, 5)
+    for exchange in ("gather", "reduce-scatter")
+}
+"""Our wrapper with each exchange; 0.1 or 5 % of the entries are sent."""
+OURS = ("dgc-a", "dgc-b", RESULTS, HALVES, *BUCKETS, *FAMILY, *EXCHANGES)
+METHODS = (*ALONE, MEETING, "dense", "fp16", *OURS, "powersgd")
 DENSITY = 0.001
 
 
@@ -66,8 +73,9 @@ def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
     if method == "dgc-a":
         compression = dgc.Compression.dgc(named, optimizer=optimizer, sparsity=1 - DENSITY)
         return Trained(model, hvd.DistributedOptimizer(optimizer, named, compression=compression), compression)
-    name = method.partition("-")[0]
+    name = "dgc" if method in EXCHANGES else method.partition("-")[0]
     options: dict[str, Any] = {} if name in ("qsgd", "onebit") else {"sparsity": 1 - DENSITY}
+    options.update(EXCHANGES.get(method, {}))
     if method in BUCKETS:
         options["bucket_bytes"] = BUCKETS[method] * 2**20
     if method == HALVES:

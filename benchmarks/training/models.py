@@ -62,9 +62,9 @@ class Transformer(nn.Module):
         return F.linear(x, self.embedding.weight).flatten(0, 1)
 
 
-def mlp() -> nn.Sequential:
-    """Four layers: 23.0 million parameters."""
-    sizes = (1024, 2880, 2880, 2880, 1200)
+def mlp(*sizes: int) -> nn.Sequential:
+    """Layers of these widths; by default four, with 23.0 million parameters."""
+    sizes = sizes or (1024, 2880, 2880, 2880, 1200)
     layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
@@ -89,6 +89,7 @@ _SGD = (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9})
 
 TASKS = {
     "mlp": Task(mlp, _images(16, 1024, classes=1200), *_SGD),
+    "mlp-4m": Task(lambda: mlp(1024, 1440, 1440, 600), _images(16, 1024, classes=600), *_SGD),
     "lstm": Task(LSTMLanguageModel, _text(4, 20), *_SGD),
     "resnet50": Task(resnet50, _images(2, 3, 224, 224, classes=1000), *_SGD),
     "transformer": Task(Transformer, _text(2, 64), torch.optim.AdamW, {"lr": 1e-4}),

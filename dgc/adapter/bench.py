@@ -2,7 +2,7 @@
 
 DGC sends as many entries as ``steps=`` chooses for a training of the given length with the given optimizer. The command
 times real exchanges of one tensor over the job's transport, while no backward pass runs. The slowest rank's time
-counts. The time for a larger model is computed in proportion to its size.
+counts. The time for a larger model is computed in proportion to its size; for other ranks see :func:`predict`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
-import math
+import itertools
 import os
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,10 +26,11 @@ from dgc.adapter.agreement import agree_or_raise
 from dgc.core.collectives import Transport, gather_values
 from dgc.core.compressors import make_config
 from dgc.core.config import DGCConfig, Schedule
+from dgc.core.exchange.encoders import entry_plan
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels import choose_kernels
-from dgc.core.layout import Parameter, make_layout
+from dgc.core.layout import Layout, Parameter, make_layout
 from dgc.errors import ConfigError
 
 LAUNCH = (
@@ -98,7 +100,47 @@ class Costs:
         return f"compression=dgc.Compression.dgc({training.option})"
 
 
-def measure(transport: Transport, elements: int, training: Training, *, defers: bool = False) -> Costs:
+class Found(NamedTuple):
+    """What was measured, in seconds: a step that gathers, a step with owners, and what :func:`predict` needs.
+
+    Attributes:
+        applied: the part of the last phase's gathered step in which received entries are added up.
+        a_round: a ring's round.
+        a_byte: a byte that passes through a rank.
+    """
+
+    costs: Costs
+    owners: float
+    applied: float
+    a_round: float
+    a_byte: float
+
+
+def loads(layout: Layout, config: DGCConfig, density: float, ranks: int) -> np.ndarray:
+    """Return a rank's loads, each as :meth:`BucketPlan.load`, in three steps: dense, gathered and with owners."""
+    ways = ((None, False), (density, False), (density, True))
+    plans = [[entry_plan(b, config, each, ranks, deals=deals) for b in layout.buckets] for each, deals in ways]
+    return np.array([np.sum([plan.load(ranks) for plan in each], axis=0) for each in plans])
+
+
+def predict(found: Found, ranks: int, sizes: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """Return the seconds of a step (dense, gathered, with owners) by number of ranks, from what ``ranks`` ranks found.
+
+    A step takes the time of its collectives, a time for each entry that a rank adds up, and a fixed time. ``sizes`` has
+    the :func:`loads` by number of ranks.
+    """
+
+    def row(seconds: np.ndarray, load: np.ndarray) -> np.ndarray:
+        """Return the seconds, with those of gathering where owners would save nothing."""
+        return seconds if (load[1] != load[2]).any() else seconds[[0, 1, 1]]
+
+    prices = np.array([found.a_round, found.a_byte, found.applied / max(sizes[ranks][1, 2], 1)])
+    measured = row(np.array([found.costs.dense, found.costs.sparse[-1], found.owners]), sizes[ranks])
+    fixed = np.maximum(measured - sizes[ranks] @ prices, 0.0)
+    return {n: measured if n == ranks else row(fixed + load @ prices, load) for n, load in sizes.items()}
+
+
+def measure(transport: Transport, elements: int, training: Training, *, defers: bool = False) -> Found:
     """Return the seconds for a model of ``elements`` parameters, the same on all ranks. Collective.
 
     If ``defers``, received entries are applied one by one, as plain SGD does in PyTorch on a CPU.
@@ -106,23 +148,27 @@ def measure(transport: Transport, elements: int, training: Training, *, defers: 
     rows = min(_ROWS, max(1, elements // _COLUMNS))
     config = training.config
     sparse = [dataclasses.replace(config, sparsity=(1.0 - p.density,), rampup_step=1) for p in training.phases]
+    dealt = dataclasses.replace(sparse[-1], exchange="reduce-scatter")
     with contextlib.ExitStack() as opened:
         made: list[_TimedSteps] = []
 
         def make() -> dict[str, Any]:
-            for each in (dataclasses.replace(config, exclude=("*",)), *sparse):
+            for each in (dataclasses.replace(config, exclude=("*",)), dealt, *sparse):
                 made.append(opened.enter_context(contextlib.closing(_TimedSteps(each, transport, rows, defers))))
             return {}
 
         agree_or_raise(transport, make, "measurements")
         dense, *each_phase = (_median(steps.take) for steps in made)
-    whole = np.zeros(rows * _COLUMNS, np.float32)
-    saved = _median(lambda: transport.allreduce(whole)) - _median(lambda: transport.allreduce(whole[::2].copy()))
-    half = dense - min(max(saved, 0.0), dense)
-    seconds = np.array([dense, half, *each_phase]) * (elements / whole.size)
+        applied = statistics.median(made[-1].applied[-_STEPS:])
+    whole, ranks, small = np.zeros(rows * _COLUMNS, np.float32), transport.size, np.zeros(256, np.uint8)
+    gathered, summed = np.zeros((ranks, small.size), np.uint8), _median(lambda: transport.allreduce(whole))
+    half = dense - min(max(summed - _median(lambda: transport.allreduce(whole[::2].copy())), 0.0), dense)
+    a_round = _median(lambda: transport.allgather(small, gathered)) / (ranks - 1)
+    a_byte = max(0.0, summed / (ranks - 1) - 2 * a_round) * ranks / 2 / whole.nbytes
+    seconds = np.array([a_round, a_byte, *np.array([dense, half, applied, *each_phase]) * (elements / whole.size)])
     transport.allreduce(seconds, "max")
-    dense, half, *each_phase = seconds.tolist()
-    return Costs(dense, half, tuple(each_phase))
+    a_round, a_byte, dense, half, applied, owners, *each_phase = seconds.tolist()
+    return Found(Costs(dense, half, tuple(each_phase)), owners, applied, a_round, a_byte)
 
 
 class _TimedSteps:
@@ -136,6 +182,7 @@ class _TimedSteps:
         last = _SHIFT * (_WARM_STEPS + _STEPS)
         self._values = np.random.default_rng(transport.rank).standard_normal(layout.numel + last, np.float32)
         self._parameter, self._result = np.zeros(layout.numel, np.float32), np.zeros(layout.numel, np.float32)
+        self.applied: list[float] = []
 
     def take(self) -> None:
         # Each step has another gradient, as in training. With a constant gradient, residuals would grow steadily.
@@ -146,6 +193,7 @@ class _TimedSteps:
         self._exchange.finish()
         if not self._exchange.deferred():
             np.subtract(self._parameter, self._result, out=self._parameter)  # this is what the optimizer would do
+        self.applied.append(self._exchange.stats.last.seconds["apply"])
 
     def close(self) -> None:
         self._exchange.close()
@@ -160,13 +208,13 @@ def _median(step: Callable[[], None]) -> float:
     return sorted(times[_WARM_STEPS:])[_STEPS // 2]
 
 
-def elements_of(model: str) -> int:
-    """Call the function that ``model`` names as "module:function"; return its model's number of parameters."""
+def parameters_of(model: str) -> list[Parameter]:
+    """Call the function that ``model`` names as "module:function"; return its model's parameters."""
     module, _, name = model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         made = getattr(importlib.import_module(module), name)()
-        return sum(math.prod(parameter.shape) for _, parameter in made.named_parameters())
+        return [Parameter(name, tuple(tensor.shape), "float32") for name, tensor in made.named_parameters()]
     except Exception as error:
         raise ConfigError(f"--model {model}: {type(error).__name__}: {error}; give module:function") from error
 
@@ -174,7 +222,11 @@ def elements_of(model: str) -> int:
 def run_bench(arguments: argparse.Namespace, connect: Callable[[], Transport]) -> int:
     """Measure, and write the result on rank 0. If an error prevents that, write one line about it and return 1."""
     try:
-        elements = elements_of(arguments.model) if arguments.model else arguments.parameters
+        count = max(1, arguments.parameters // (_ROWS * _COLUMNS))
+        ends = [arguments.parameters * i // count for i in range(count + 1)]
+        parts = [Parameter(str(a), (1, b - a), "float32") for a, b in itertools.pairwise(ends)]
+        parameters = parameters_of(arguments.model) if arguments.model else parts
+        elements = sum(each.numel for each in parameters)
         if elements < 1:
             raise ConfigError(f"--parameters is {elements}; allowed: a number of parameters >= 1")
         training = training_of(arguments)
@@ -187,15 +239,24 @@ def run_bench(arguments: argparse.Namespace, connect: Callable[[], Transport]) -
         sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
         return 1
     if transport.rank == 0:
+        costs, density = found.costs, training.phases[-1].density
         ranks = f"{transport.size} ranks on {'one host' if hosts == 1 else f'{hosts} hosts'} over {transport.name}"
         lines = [f"{ranks}, {elements:,} parameters, {arguments.optimizer}; exchange and momentum of a step:"]
-        ways = [("dense float32", found.dense, ""), ("16 bits", found.half, "")]
-        for phase, seconds in zip(training.phases, found.sparse, strict=True):
+        ways = [("dense float32", costs.dense, ""), ("16 bits", costs.half, "")]
+        for phase, seconds in zip(training.phases, costs.sparse, strict=True):
             ways.append((f"DGC, {phase.density:.1%}", seconds, f"   in {phase.steps:,} steps"))
         lines += [f"  {way:<16}{1e3 * seconds:10.1f} ms{where}" for way, seconds, where in ways]
-        lines.append(f"  {'set' if hosts > 1 else 'on this host alone'}: {found.advice(training)}")
+        lines.append(f"  {'set' if hosts > 1 else 'on this host alone'}: {costs.advice(training)}")
         if hosts == 1:
             lines.append("  no network was seen, only this host's memory: for several hosts start bench on them")
+        layout, config = make_layout(parameters, training.config), training.config
+        sizes = {n: loads(layout, config, density, n) for n in sorted({transport.size, *(2**i for i in range(1, 11))})}
+        ring = f"{1e6 * found.a_round:.0f} us for a round of a ring, {1e-6 / max(found.a_byte, 1e-12):,.0f} MB/s"
+        lines.append(f"on other numbers of ranks, DGC with {density:.1%}, in ms (from {ring}):")
+        lines.append("  ranks       dense      gather  reduce-scatter")
+        for n, row in predict(found, transport.size, sizes).items():
+            cells = "{:12.1f}{:12.1f}{:16.1f}".format(*1e3 * row)
+            lines.append(f"  {n:5,}{cells}   {'measured' if n == transport.size else 'predicted'}")
         sys.stdout.write("\n".join([*lines, ""]))
     transport.close()
     return 0

@@ -186,7 +186,7 @@ class CompressorBase(Generic[EngineT]):
         return {**self.__dict__, "_observers": []}
 
     def describe(self) -> dict[str, Any]:
-        """Describe the compressor for a log: step, density, end of the ramp-up, shares, buckets, transport.
+        """Describe the compressor for a log: step, density, end of the ramp-up, shares, buckets, exchange, transport.
 
         The dictionary is empty before the compressor is bound.
         """

@@ -175,6 +175,7 @@ class EngineBase(abc.ABC):
             "small": config.small,
             "sparsified_share": layout.sparse_numel / layout.numel if layout.numel else 0.0,
             "buckets": len(layout.buckets),
+            "exchange": None if exchange is None else exchange.ways(),
             "transport": self.between.name,
             "ranks": ranks["size"],
             "kernels": None if exchange is None else exchange.kernels.name,

@@ -271,6 +271,7 @@ class BucketPlan:
         small: the codec of the small tensors, if they are sent coded.
         selection: the codec of selected entries; None if another compressor codes them.
         dealing: how owners add up selected entries; None if they do not. With it, the payload holds an owner's sums.
+        way: how the ranks add up sparsified tensors: "dense sum", "gathered" or "owners".
         most_entries: the most entries of a payload.
         is_active: whether an encoder has work: the step is sparsified, and the bucket has a sparsified tensor.
         plain_start: place of the plain part in the vector.
@@ -295,6 +296,7 @@ class BucketPlan:
     dealing: Dealing | None = None
 
     def __post_init__(self) -> None:
+        self.way = "owners" if self.dealing else "gathered" if self.mode is Mode.SPARSE else "dense sum"
         self.most_entries = sum(self.dealing.ks if self.dealing else self.ks)
         self.is_active = self.mode is not Mode.DENSE and bool(self.ks)
         self.plain_start, self.coded_bytes = (self.small.size, self.small.max_bytes) if self.small else (0, 0)
@@ -306,6 +308,17 @@ class BucketPlan:
         self.dense_bytes = self.coded_bytes + self.inline_bytes
         self.coded_bytes_at = HEADER_BYTES + self.payload_bytes
         self.inline_bytes_at = self.coded_bytes_at + self.coded_bytes
+
+    def load(self, ranks: int) -> tuple[int, float, int]:
+        """Return a step's rounds of rings, bytes through a rank and entries that it adds up, on ``ranks`` ranks."""
+        others, entries = ranks - 1, self.vector_size if self.mode is Mode.SUM else ranks * self.most_entries
+        rounds, nbytes = others, float(others * self.message_bytes)
+        if self.dealing:
+            rounds, nbytes, entries = 2 * others, nbytes + others * self.dealing.part_bytes, entries + sum(self.ks)
+        if self.allreduces:
+            rounds += 2 * others
+            nbytes += 2 * others / ranks * (self.vector_size - self.plain_start) * self.itemsize
+        return rounds, nbytes, entries
 
     @property
     def small_codecs(self) -> list[SmallCodec]:

@@ -7,13 +7,15 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dgc.__main__ import main
 from dgc.adapter import bench
-from dgc.adapter.bench import Costs, measure, training_of
+from dgc.adapter.bench import Costs, Found, loads, measure, predict, training_of
 from dgc.core.compressors import make_config
 from dgc.core.config import Schedule
+from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError
 from dgc.transport.local import run_ranks
 
@@ -67,9 +69,11 @@ def test_all_ranks_measure_the_same(elements):
     training = training_of(arguments(optimizer="adamw"))
     one, other = run_ranks(2, lambda transport: measure(transport, elements, training))
     assert one == other
-    assert min(one.dense, *one.sparse) > 0
-    assert len(one.sparse) == 2
-    assert 0 <= one.half <= one.dense
+    assert min(one.costs.dense, one.owners, one.applied, one.a_round, *one.costs.sparse) > 0
+    assert one.a_byte >= 0
+    assert len(one.costs.sparse) == 2
+    assert one.applied < one.costs.sparse[-1]
+    assert 0 <= one.costs.half <= one.costs.dense
 
 
 @pytest.mark.parametrize("defers", [False, True])
@@ -81,7 +85,55 @@ def test_a_larger_model_costs_as_many_times_more(monkeypatch, defers):
         (found, _) = run_ranks(
             2, lambda transport, n=factor * 16 * 1024: measure(transport, n, training, defers=defers)
         )
-        assert found == Costs(factor, factor, (factor,))
+        assert found[:2] == (Costs(factor, factor, (factor,)), factor)
+        assert found.a_round == 1.0, "a round takes as long for every model"
+
+
+# -- other numbers of ranks --------------------------------------------------------------------------------------------
+
+FOUND = Found(Costs(dense=1.0, half=0.6, sparse=(9.0, 0.5)), owners=0.4, applied=0.1, a_round=1e-3, a_byte=1e-6)
+
+
+def test_a_prediction_is_a_fixed_time_and_prices_of_rounds_bytes_and_entries():
+    """On 4 ranks: 0.206 s of collectives dense, 0.053 s gathered, 0.066 s with owners; and 0.1 s for 1000 entries."""
+    four = np.array([[6, 200_000, 0], [3, 50_000, 1000], [6, 60_000, 1500]])
+    eight = np.array([[14, 250_000, 0], [7, 100_000, 2000], [14, 70_000, 1600]])
+    rows = predict(FOUND, 4, {4: four, 8: eight})
+    assert rows[4] == pytest.approx([1.0, 0.5, 0.4]), "as measured"
+    assert rows[8] == pytest.approx(
+        [1.0 - 0.206 + 0.264, 0.5 - 0.053 - 0.1 + 0.107 + 0.2, 0.4 - 0.066 - 0.15 + 0.084 + 0.16]
+    )
+
+
+def test_where_owners_would_save_nothing_the_times_are_those_of_gathering():
+    few = np.array([[2, 200, 0], [1, 50, 1000], [1, 50, 1000]])
+    many = np.array([[14, 250, 0], [7, 100, 2000], [14, 70, 1600]])
+    rows = predict(FOUND, 2, {2: few, 8: many})
+    assert rows[2] == pytest.approx([1.0, 0.5, 0.5])
+    fixed = 0.5 - 0.00105 - 0.1
+    assert rows[8][2] == pytest.approx(fixed + 0.01407 + 0.16)
+    rows = predict(FOUND, 8, {2: few, 8: many})
+    assert rows[2][1] == rows[2][2]
+
+
+def test_a_fixed_time_is_never_negative():
+    slow = FOUND._replace(a_byte=1.0)
+    four = np.array([[6, 200, 0], [3, 50, 1000], [6, 60, 1500]])
+    assert predict(slow, 4, {4: four, 8: 2 * four})[8] == pytest.approx([400.012, 100.006 + 0.2, 120.012 + 0.3])
+
+
+@pytest.mark.parametrize("density", [0.001, 0.05])
+def test_on_many_ranks_the_load_of_owners_hardly_grows_and_that_of_gathering_does(density):
+    config = make_config({})
+    layout = make_layout([Parameter(str(i), (1024, 4096), "float32") for i in range(3)], config)
+    few, many = (loads(layout, config, density, ranks) for ranks in (16, 256))
+    dense, gathered, owners = many[:, 1] / few[:, 1]
+    assert dense == pytest.approx(255 / 256 / (15 / 16), rel=0.01)
+    assert owners < 2
+    assert owners < gathered
+    assert many[2, 1] < many[1, 1] < many[0, 1] * 1.01
+    np.testing.assert_array_equal(many[:, 0] % 255, 0)
+    np.testing.assert_array_equal(loads(layout, config, density, 2)[1], loads(layout, config, density, 2)[2])
 
 
 def test_what_cannot_be_measured_is_one_line(capsys, monkeypatch):
@@ -115,7 +167,11 @@ def test_under_torchrun_on_one_host():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 ranks on one host over torch.distributed" in done.stdout
-    assert done.stdout.count(" ms") == 4
+    assert done.stdout.count(" ms") == 5
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith(("measured", "predicted"))]
+    assert [int(row[0].replace(",", "")) for row in rows] == [2**i for i in range(1, 11)]
+    assert [row[4] for row in rows] == ["measured"] + 9 * ["predicted"]
+    assert all(float(number) > 0 for row in rows for number in row[1:4])
     assert "DGC, 4.7%" in done.stdout
     assert "in 8,000 steps" in done.stdout
     assert "  on this host alone: " in done.stdout

@@ -108,16 +108,6 @@ class Encoder(ABC):
         """End a step, refused or not."""
         return
 
-    # -- shared by encoders ----------------------------------------------------------------------------------------
-
-    def _is_exact(self, density: float | None) -> bool:
-        """Return whether the bucket is sent uncompressed: in dense steps, and always if sparsity is 0."""
-        return density is None or compressor_class(self._config.algorithm).sends_all(density)
-
-    def _small(self, density: float | None) -> str:
-        """Return the name of the small tensors' value codec."""
-        return "float32" if self._is_exact(density) else self._config.small
-
 
 class TopKEncoder(Encoder):
     """Momentum correction and selection in one pass."""
@@ -125,16 +115,7 @@ class TopKEncoder(Encoder):
     _sent: SparseValues
 
     def _make_plan(self, density: float | None) -> BucketPlan:
-        return make_plan(
-            self._bucket,
-            density=density,
-            ranks=self._ranks,
-            indices=self._config.indices,
-            values="float32" if self._is_exact(density) else self._config.values,
-            compressor=compressor_class(self._config.algorithm).number,
-            small=self._small(density),
-            deals=deals(self._config, self._transport),
-        )
+        return entry_plan(self._bucket, self._config, density, self._ranks, deals=deals(self._config, self._transport))
 
     @override
     def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection]:
@@ -200,7 +181,7 @@ class AlgorithmEncoder(Encoder):
             padded(algorithm.max_bytes(spec)) if active else 0,
             density=density,
             ranks=self._ranks,
-            small=self._small(density),
+            small="float32" if _is_exact(self._config, density) else self._config.small,
         )
 
     @override
@@ -288,6 +269,26 @@ def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport
         for sparsity in config.sparsity:
             made[-1].plan_at(1.0 - sparsity)
     return made
+
+
+def entry_plan(bucket: Bucket, config: DGCConfig, density: float | None, ranks: int, *, deals: bool) -> BucketPlan:
+    """Return how dgc and topk send a bucket. With ``deals``, owners add up entries where this moves fewer bytes."""
+    exact = _is_exact(config, density)
+    return make_plan(
+        bucket,
+        density=density,
+        ranks=ranks,
+        indices=config.indices,
+        values="float32" if exact else config.values,
+        compressor=compressor_class(config.algorithm).number,
+        small="float32" if exact else config.small,
+        deals=deals,
+    )
+
+
+def _is_exact(config: DGCConfig, density: float | None) -> bool:
+    """Return whether tensors are sent uncompressed: in dense steps, and always if sparsity is 0."""
+    return density is None or compressor_class(config.algorithm).sends_all(density)
 
 
 def deals(config: DGCConfig, transport: Transport) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 import warnings
 from collections.abc import Callable
@@ -73,6 +74,12 @@ class Exchange:
         self._pipeline = Pipeline(self._buckets, clipping, kernels, self.latest, transport, nodes)
         self._hyper = Hyper.uniform(len(layout.parameters), config)
         self._warned = False
+
+    def ways(self) -> str:
+        """Say how buckets are exchanged after the ramp-up: "gathered", "owners", "dense sum", or how many of each."""
+        plans = [each.encoder.plan_at(1.0 - self.config.sparsity[-1]) for each in self._buckets]
+        count = collections.Counter(plan.way for plan in plans)
+        return ", ".join(f"{way}: {n}" for way, n in sorted(count.items())) if len(count) > 1 else plans[0].way
 
     # -- one step ------------------------------------------------------------------------------------------------
 
