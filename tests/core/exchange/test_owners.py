@@ -276,7 +276,7 @@ def test_damaged_sums_are_an_error_that_names_their_owner(place, value, text):
         damages = change if transport.rank == 3 else lambda out: None
         exchange = make(as_transport(Damaging(transport, "allgather", damages)))
         try:
-            return [r.tobytes() for r in run_step(exchange, gradients(0, transport.rank))[1]]
+            return [r.tobytes() for r in run_step(exchange, given(0, transport.rank))[1]]
         except WireError as error:
             return str(error)
 
