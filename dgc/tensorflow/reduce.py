@@ -119,6 +119,7 @@ class Reducer:
             compression.claim(user)
             compression.process_set(process_set)
         else:
+            HOROVOD.of(process_set)  # refuses other objects than process sets
             self._horovods = compression
         self._known: dict[int, tuple[str, Any]] = {}  # names of collectives by variable, and the variables
 
