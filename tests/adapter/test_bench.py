@@ -119,7 +119,9 @@ def test_where_owners_would_save_nothing_the_times_are_those_of_gathering():
 def test_a_fixed_time_is_never_negative():
     slow = FOUND._replace(a_byte=1.0)
     four = np.array([[6, 200, 0], [3, 50, 1000], [6, 60, 1500]])
-    assert predict(slow, 4, {4: four, 8: 2 * four})[8] == pytest.approx([400.012, 100.006 + 0.2, 120.012 + 0.3])
+    rows = predict(slow, 4, {4: four, 8: 2 * four})
+    assert rows[8] == pytest.approx([400.012, 100.006 + 0.2, 120.012 + 0.3])
+    assert rows[4] == pytest.approx([1.0, 0.5, 0.4]), "as measured"
 
 
 @pytest.mark.parametrize("density", [0.001, 0.05])
