@@ -57,10 +57,13 @@ def fuse_optimizer(
 
     Raises:
         RuntimeError: the optimizer is fused already.
+        TypeError: it is not a torch optimizer.
         ConfigError: it is Horovod's optimizer with ``op=Adasum``.
 
     Source: Bagua, ``bagua.torch_api.contrib.fuse.optimizer``.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if is_fused_optimizer(optimizer):
         raise RuntimeError("this optimizer is fused already; call fuse_optimizer once")
     if hasattr(optimizer, "_starting_models"):
