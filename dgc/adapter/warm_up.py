@@ -47,7 +47,8 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
         if not known:
             with compiling(f"codecs-{name}", part="codecs"):
                 _run_steps(small, ReferenceKernels())
-                if config.exchange != "gather":  # two ranks always gather, but owners code their sums with this codec
+                if config.exchange != "gather":
+                    # Owners code their sums with another codec. The steps above do not use it: two ranks always gather.
                     sums = SUM_VALUES.get(config.values, config.values)
                     _run_steps(dataclasses.replace(small, values=sums), ReferenceKernels())
 

@@ -280,10 +280,10 @@ class EliasFanoIndices(IndexCodec):
         width, low, _ = elias_fano_shape(n, count)
         found = loops.elias_fano_decode(words[:low], words[low:], n, width, positions)
         if found != count:
-            raise WireError(
-                f"{self.name}: {min(found, count)} of {count} positions are strictly ascending in 0..{n - 1}"
-                f"{', and more follow' if found > count else ''}. {_DAMAGED}"
-            )
+            problem = f"only the first {found} of {count} positions are strictly ascending in 0..{n - 1}"
+            if found > count:
+                problem = f"the block holds more than {count} positions"
+            raise WireError(f"{self.name}: {problem}. {_DAMAGED}")
         return positions, block.size
 
 

@@ -228,7 +228,7 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
         return options
     require_integer("steps", steps := plain(steps), 1)
     if both := {"sparsity", "rampup_step"} & options.keys():
-        raise ConfigError(f"steps={steps} chooses the sparsity: leave {' and '.join(sorted(both))} out, or steps")
+        raise ConfigError(f"steps={steps} chooses the sparsity: give steps or {' and '.join(sorted(both))}, not both")
     density = min(1 / 64, max(0.001, 100 / steps))
     return {**options, "sparsity": 1.0 - density, "steps": steps}
 
@@ -260,8 +260,8 @@ def is_settled(beta1: float, t: int) -> bool:
 def running_mean(beta1: float, t: int) -> tuple[float, float]:
     """Return the momentum and gain that make u Adam's bias-corrected first moment in step ``t``, counted from 1.
 
-    ``u <- a*u + b*g`` with ``a = beta1 * c(t-1) / c(t)`` and ``b = (1 - beta1) / c(t)``, where c is
-    :func:`bias_correction`, equals ``m / c(t)``, where ``m <- beta1*m + (1 - beta1)*g``. a + b is 1.
+    The compressor computes ``u <- a*u + b*g``, and Adam ``m <- beta1*m + (1 - beta1)*g``. u equals ``m / c(t)`` if
+    ``a = beta1 * c(t-1) / c(t)`` and ``b = (1 - beta1) / c(t)``. c is :func:`bias_correction`, and a + b is 1.
 
     Source: Kingma and Ba 2015, arXiv 1412.6980, algorithm 1.
     """

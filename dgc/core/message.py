@@ -476,7 +476,7 @@ class Messages:
     """
 
     _plan: BucketPlan
-    _header: Header  # the header of an ordinary message of this step with the most entries
+    _header: Header  # this step's header; its count is the most entries that a message may hold
 
     def __init__(self, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
         """Allocate nothing yet; :meth:`start` allocates buffers in ``memory``."""

@@ -326,7 +326,7 @@ class Adoption:
         found = before_momentum(optimizer) or own
         if self.active and found and get_momentum(optimizer)[0]:
             self.active, self.left_for = False, found
-        self.active = self.active and not own  # not even a momentum that is assigned later is taken
+        self.active = self.active and not own  # a momentum that is assigned later is not taken either
         self.moment: FirstMoment | None = None
         if config.momentum is None and family(optimizer) == KERAS3 and any(is_keras(optimizer, name) for name in KIN):
             if not found:
@@ -478,6 +478,6 @@ def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
 
 
 def is_adaptive(optimizer: Optimizer | None) -> bool:
-    """Return whether the optimizer is one of Keras' that divide by a running mean of squares or magnitudes."""
+    """Return whether it is a Keras optimizer that divides by a running mean of squares or magnitudes."""
     others = ("Adagrad", "Adadelta", "Adafactor", "RMSprop")
     return optimizer is not None and any(is_keras(optimizer, name) for name in (*KIN, *others))

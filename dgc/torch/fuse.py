@@ -383,7 +383,7 @@ def _alias(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int
 
 
 def _is_fusable(p: Tensor) -> bool:
-    """Return whether ``p`` has no gaps in its memory, and a dimension.
+    """Return whether ``p`` has at least one dimension, and no gaps in its memory.
 
     The state of a 0-dimensional tensor for each element looks like a single value such as Adam's ``step``.
     """

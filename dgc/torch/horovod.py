@@ -258,8 +258,9 @@ class Heartbeat:
                     raise StallError(
                         f"rank {hvd.rank()} gives up at the beginning of a step: it has waited {self._limit:g} s for a "
                         "rank that is busy with something else (an evaluation, a checkpoint of this rank only), "
-                        "stopped, or cut off. Every step, save_checkpoint() and load must come on all ranks, in the "
-                        f"same order. {LIMIT_VARIABLE} is the longest wait in seconds (0: for ever)"
+                        "stopped, or cut off. Every rank must make the same steps, the same calls to "
+                        "save_checkpoint() and the same loads, in the same order. "
+                        f"{LIMIT_VARIABLE} is the longest wait in seconds (0: for ever)"
                     )
                 time.sleep(0.5e-3)
             total = float(hvd.synchronize(handle))
@@ -288,7 +289,7 @@ class _Announcing(list[dict[str, Any]]):
     report: weakref.WeakMethod[Owned]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Report the optimizer that torch's constructor builds, which iterates over the groups to copy them."""
+        """Report the optimizer that is being built. Its constructor iterates over the groups to copy them."""
         base, report = self.base(), self.report()
         if base is not None and report is not None:
             built = _caller(lambda found: _is_being_built(found, base))

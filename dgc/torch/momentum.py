@@ -40,7 +40,7 @@ _COMPARED = ("lr", "momentum", "nesterov", "weight_decay", "l1")  # options of a
 
 
 class _Compressor(DGCCompressor):
-    works_alone = True  # in one process, too, it applies the momentum and the decay by sign
+    works_alone = True  # even in one process, it applies the momentum and the L1 decay
 
 
 class DGCMomentum(torch.optim.SGD):

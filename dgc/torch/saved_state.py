@@ -1,8 +1,8 @@
 """Notice, for an optimizer's compressor, that a script saves, loads or broadcasts the optimizer's state.
 
 An optimizer's state dict holds neither u nor v, which belong to one rank and one point of the training. If a script
-loads it without the compressor's own state, it goes back to another point. Then the compressor drops u and v on every
-rank.
+loads the state dict without the compressor's own state, the training goes back to a point that u and v do not belong
+to. Then the compressor drops u and v on every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dgc.torch.tensors import is_sharded, samples
 from dgc.torch.untraced import weakly
 
 # A key of saved states. It marks a state that was saved after steps with a compressor. Such a state holds no momentum,
-# and would look like a new one without the key. The value is moment_of() the optimizer, because the key may remain in
-# an optimizer that is later stepped without a compressor.
+# and would look like a new one without the key. The key may remain in an optimizer that is later stepped without a
+# compressor. Its value, the hash from moment_of(), shows this: the parameters no longer match it.
 #
 # The key is stored in param_groups, so that load_state_dict() keeps it in an optimizer that is not bound yet; bind()
 # removes it. Under Horovod, and with sharded parameters, the key is stored next to the groups instead, because

@@ -161,8 +161,8 @@ class Places:
         if owner != index and not {owner, index} <= self._sharing:
             if not self._first:
                 return LayoutError(
-                    f"the gradients of {self._names[index]!r} and {self._names[owner]!r} share memory, as they did not "
-                    "in the first step; where a step begins to do so use a copy: a.view(s) + b.view(s).clone()"
+                    f"the gradients of {self._names[index]!r} and {self._names[owner]!r} share memory now, but did not "
+                    "in the first step; if the model adds views of them, copy one view: a.view(s) + b.view(s).clone()"
                 )
             self._sharing |= {owner, index}
         if self._first or index in self._sharing:

@@ -41,8 +41,8 @@ def between_nodes(transport: Transport, hierarchical: bool | int | str) -> Trans
     Args:
         transport: connects all ranks.
         hierarchical: False: return ``transport``. True: return a transport between nodes. "auto": do so only if there
-            are several nodes, and several ranks on at least one of them. A number: return a transport between groups of
-            this many neighbouring ranks.
+            are several nodes, and several ranks on at least one of them. A number n: return a transport between groups
+            of n neighbouring ranks.
     """
     if hierarchical is False or transport.size == 1:
         return transport
@@ -142,7 +142,8 @@ class HierarchicalTransport(Transport):
             if (came[:, 8:_HEAD].copy().view(np.int64)[:, 0] != size).any():
                 raise TransportError(
                     "the nodes have messages of different sizes: they are in different steps, or make different calls; "
-                    "every step, reset() and load must come on all ranks, in the same order"
+                    "every rank must make the same steps, the same calls to reset() and the same loads, in the same "
+                    "order"
                 )
 
         self._by_leader(between_leaders)

@@ -177,5 +177,5 @@ def test_a_list_of_sparsities_without_a_ramp_up_is_a_warning(recwarn):
     for harmless in ({"sparsity": [0.9]}, {"sparsity": [0.5, 0.9], "rampup_step": 1}, {"sparsity": [0.9, 0.9]}):
         Compressor(None, **harmless)
     assert not recwarn.list
-    with pytest.warns(RuntimeWarning, match=r"the sparsities, 0\.9, holds from step 6 on: give rampup_step="):
+    with pytest.warns(RuntimeWarning, match=r"is 0\.9, the last of the list, from step 6 on: give rampup_step="):
         Compressor(None, sparsity=[0.5, 0.9], rampup_begin_step=5)

@@ -107,8 +107,8 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     require_choice("small", config.small, tuple(VALUE_CODECS))
     if len(set(config.sparsity)) > 1 and "rampup_step" not in options:
         warnings.warn(
-            f"the last of the sparsities, {config.sparsity[-1]}, holds from step {config.rampup_begin_step + 1} on: "
-            "give rampup_step=, the number of steps over which the list is spread",
+            f"without rampup_step=, the sparsity is {config.sparsity[-1]}, the last of the list, from step "
+            f"{config.rampup_begin_step + 1} on: give rampup_step=, the number of steps over which the list is spread",
             RuntimeWarning,
             stacklevel=5,
         )

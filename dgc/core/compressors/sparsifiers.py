@@ -318,7 +318,7 @@ class Dryden(PerTensor):
 
 
 def _most(n: int, density: float) -> int:
-    """Return the most entries that a tensor sends. Each sign may be rounded up to one entry."""
+    """Return the most entries that a tensor sends: its share of n, and one entry more for each sign."""
     return min(n, int(n * density * (1 + 1e-9)) + 2)
 
 

@@ -142,7 +142,7 @@ class Work:
         self._finished: list[int] = []
 
     def help(self, worker: int) -> None:
-        """Help with the work; called on a thread that it was offered to."""
+        """Do pieces of the work on a helper's thread."""
         self._started.append(worker)
         try:
             self._kernel(worker, self._progress, self._pieces, *self._arguments)

@@ -38,7 +38,7 @@ def ranks_that_do_different_things_are_told_so():
         transport.allgather(np.zeros(length, np.uint8), np.empty((SIZE, length), np.uint8))
     except TransportError as error:
         told = str(error)
-    assert any("must come on all ranks, in the same order" in text for text in MPI.COMM_WORLD.allgather(told)), told
+    assert any("and the same loads, in the same order" in text for text in MPI.COMM_WORLD.allgather(told)), told
     transport.close()
 
 
