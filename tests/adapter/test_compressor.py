@@ -131,7 +131,7 @@ def test_a_state_is_kept_until_there_is_an_engine():
         with pytest.raises(LayoutError, match="on every rank or on none"):
             fourth.bind()
         assert not fourth.is_bound
-        with pytest.raises(LayoutError, match="pass this rank's own"):
+        with pytest.raises(LayoutError, match="pass this rank's state"):
             fourth.load_state_dict([saved, saved])
 
     run_ranks(2, one_rank)
