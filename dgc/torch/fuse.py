@@ -310,6 +310,8 @@ class _Run:
             elif len({(v.dtype, v.device) for v in values}) > 1:
                 return False
             elif all(v.shape == p.shape for v, p in zip(values, self.members, strict=True)):
+                if any(v.stride() != p.stride() for v, p in zip(values, self.members, strict=True)):
+                    return False
                 self.state[key] = self._hold(key, torch.empty_like(self.weight, dtype=first.dtype, device=first.device))
                 torch._foreach_copy_(self._held[key][1], values)
             elif all(v.numel() == 1 and v.shape == first.shape for v in values):

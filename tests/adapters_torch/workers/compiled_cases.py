@@ -158,7 +158,7 @@ class Seen(dict):
 def a_compiled_step_of_momentum():
     def make(model):
         optimizer = dgc.DGCMomentum(model.parameters(), 0.1, 0.9, rampup_begin_step=0, sparsity=[0.9])
-        return optimizer, optimizer
+        return optimizer, optimizer.compression
 
     require_same(make, update_alone)
 

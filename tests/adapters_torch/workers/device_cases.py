@@ -92,7 +92,7 @@ def paddle(place):
         sparsity=[0.95],
     )  # fmt: skip
     steps_of(model, optimizer, place)
-    optimizer.close()
+    optimizer.compression.close()
     return model, None
 
 
