@@ -36,7 +36,7 @@ _BETA1 = "dgc_beta_1"  # the name of the variable that replaces beta_1
 
 
 class Taken(float):
-    """The zero that replaces an SGD's momentum while the compressor applies it. A user's zero has another type."""
+    """A zero in place of an SGD's momentum that the compressor applies. The type shows that no user assigned it."""
 
 
 # Methods, in Keras 3 or legacy Keras, through which gradients pass on their way to the variables.
@@ -140,7 +140,7 @@ def clear_momentum(optimizer: Optimizer) -> None:
     """Make an SGD apply no momentum. Its ``nesterov`` stays, and has no effect.
 
     The SGD also stops writing into its momentum slots. At a momentum of 0, ``tf_keras`` would keep its last update
-    there, and a model that is loaded later would take this update for a dense run's momentum.
+    there. After the model is saved and loaded, the compressor would take this update for a dense run's momentum.
     """
     optimizer.momentum = Taken()
     if family(optimizer) == LEGACY:
@@ -208,7 +208,7 @@ def first_moments(optimizer: Optimizer) -> list[Any]:
     return list(getattr(optimizer, "_momentums", getattr(optimizer, "_m", None)) or [])
 
 
-# A function that loads u of a variable: (place among the members, (numel,) values, the learning rate in these).
+# Loads u of a variable: (place among the members, (numel,) values, learning rate of the velocity or None).
 Absorb = Callable[[int, np.ndarray, "float | None"], None]
 
 
@@ -216,8 +216,8 @@ class FirstMoment:
     """The first moment of Keras 3's Adam and its relatives. The compressor applies it once entries are selected.
 
     Until then every step is Adam's own. The optimizer's attribute ``beta_1`` holds a variable that a traced step reads.
-    The exchange sets this variable to 0 before the update of the first step in which entries are selected. For the
-    meaning of u from then on, see :mod:`dgc.core.config`.
+    From the first step that selects entries on, the exchange sets it to 0 before the update. For the meaning of
+    u from then on, see :mod:`dgc.core.config`.
 
     Attributes:
         beta1: the user's beta1.
@@ -257,14 +257,15 @@ class FirstMoment:
         """
         made, count = steps + (self.earlier_steps or 0), len(hyper.momentum)
         if self.is_taken and made and self.beta1 != self._former:
-            scale(bias_correction(self._former, made) / bias_correction(self.beta1, made))  # Adam uses the new beta_1
+            # u is Adam's m, divided by the bias correction of beta1. A new beta1 does not change m.
+            scale(bias_correction(self._former, made) / bias_correction(self.beta1, made))
         self.is_taken, self._former = selects, self.beta1
         momentum, gain = running_mean(self.beta1, 1 + made) if self.is_taken else (0.0, 1.0)
         hyper.momentum[:], hyper.gain[:] = [momentum] * count, [gain] * count
         hyper.nesterov[:] = [self._nesterov] * count
 
     def absorb(self, variables: Sequence[Variable], steps: int, absorb: Absorb) -> None:
-        """When selection begins, turn Adam's moments after ``steps`` dense steps into u, with bias correction."""
+        """When selection begins, turn Adam's first moments into u, with bias correction. ``steps`` is as in begin()."""
         made = steps + (self.earlier_steps or 0)
         if not (self.is_taken and made):
             return
@@ -415,7 +416,7 @@ class Adoption:
         config = self._config
         momentum = self.momentum if self.active else config.momentum or 0.0
         if self.taken and not momentum and family(self.optimizer) == LEGACY:
-            momentum = NO_MEMORY  # as in tf_keras at momentum 0, u keeps the last update; a later momentum starts there
+            momentum = NO_MEMORY  # u keeps the last gradient, as tf_keras keeps its last update, for a later momentum
         nesterov = config.nesterov if config.nesterov is not None else self.nesterov
         decay = config.weight_decay or 0.0
         self.hyper = Hyper([momentum] * count, [bool(nesterov)] * count, [decay] * count, [1.0] * count)
@@ -445,7 +446,7 @@ class Adoption:
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return ``config``, the optimizer's configuration, with the user's momentum, as in a dense run."""
-        # If the user, or a schedule, has assigned a value since the last step, the optimizer holds it.
+        # A momentum or beta_1 that was assigned since the last step is in ``config`` already.
         if self.moment is not None and isinstance(config.get("beta_1"), tf.Variable):
             return {**config, "beta_1": self.moment.beta1}
         return {**config, "momentum": self.momentum} if isinstance(config.get("momentum"), Taken) else config
@@ -478,6 +479,6 @@ def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
 
 
 def is_adaptive(optimizer: Optimizer | None) -> bool:
-    """Return whether it is a Keras optimizer that divides by a running mean of squares or magnitudes."""
+    """Return whether this is a Keras optimizer that divides by the magnitude of past gradients."""
     others = ("Adagrad", "Adadelta", "Adafactor", "RMSprop")
     return optimizer is not None and any(is_keras(optimizer, name) for name in (*KIN, *others))

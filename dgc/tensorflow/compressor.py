@@ -37,7 +37,7 @@ class DGCCompressor(HorovodCompressor):
     """
 
     optimizer: Optimizer | None = None  # the optimizer of the latest adopt()
-    _lacks_residuals = False  # whether the compressor came with a loaded model, which is saved without residuals
+    _lacks_residuals = False  # whether the compressor of a saved model had residuals, which are not saved with a model
 
     # The first known names of the variables. They are saved with a model, because loading may rename variables.
     _names: Sequence[str] = ()

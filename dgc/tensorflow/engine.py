@@ -61,7 +61,7 @@ class Engine(EngineBase):
         kinds: DENSE or NONE for each variable's gradient; None before the first step.
         members: indices of the variables that are exchanged, which had gradients in the first step; empty before it.
         exchange: the core's exchange of the members, in their order; missing before the first step.
-        rate: the learning rate that u contains, if the adopted velocity contains one.
+        rate: u is Keras' velocity divided by ``-rate``, the learning rate; None if no velocity was taken.
     """
 
     what = "variables"
@@ -113,7 +113,7 @@ class Engine(EngineBase):
     # -- which gradients there are -------------------------------------------------------------------------------
 
     def indices(self, variables: Sequence[Variable]) -> list[int]:
-        """Return the variables' indices; fail on all ranks if one is not of this model."""
+        """Return the variables' indices; :meth:`fail` if one is not of this model."""
         foreign = next((v for v in variables if id(raw_variable(v)) not in self._index), None)
         if foreign is not None:
             wrong = (
@@ -205,7 +205,7 @@ class Engine(EngineBase):
             self.fail_in_step(error)
 
     def require_members(self, indices: Sequence[int]) -> None:
-        """Require that the exchange has these variables and those without a gradient. The first call makes it."""
+        """Require that these are all members that have a gradient in this step. The first call makes the exchange."""
         if self._exchange is None:
             self._open_exchange(indices)
             self._absorb_slots()
@@ -313,7 +313,7 @@ class Engine(EngineBase):
         return results, REFUSED if refused else APPLY
 
     def _follow_moment(self) -> None:
-        """Set the options for this step of a first moment that the compressor may apply."""
+        """Set this step's options if the compressor may apply the optimizer's first moment."""
         if (moment := self.adoption.moment) is None:
             return
         first, steps = self.exchange.selects_from, self.exchange.state.step
@@ -348,12 +348,11 @@ class Engine(EngineBase):
         self._runs += 1
 
     def _absorb(self, place: int, u: np.ndarray, learning_rate: float | None) -> None:
-        """Load a dense run's momentum buffer, which contains ``learning_rate``, for a member."""
+        """Load a member's u from a dense run. ``learning_rate`` is that of the dense run's velocity, or None."""
         self.exchange.state.absorb_momentum(place, u)
         self.rate = learning_rate
 
     def _scale_momentum(self, factor: float) -> None:
-        """Multiply u by ``factor``."""
         for bucket in self.exchange.state.buckets:
             bucket.u *= bucket.u.dtype.type(factor)
 
@@ -365,7 +364,7 @@ class Engine(EngineBase):
             self.rate = learning_rate
 
     def fail(self, error: DGCError) -> NoReturn:
-        """Raise ``error`` here, and its text on all other ranks, which are in the same step or will enter it."""
+        """Raise ``error`` here. If there is an exchange, all other ranks get the text in the same step."""
         if self._exchange is None:
             raise error
         try:

@@ -3,7 +3,7 @@
 The last part is for Horovod's own tape and optimizers. They call ``compress``, Horovod's allreduce and ``decompress``
 for each variable. ``groups=1`` is required, so that all calls of ``compress`` come before the first ``decompress``,
 which exchanges the gradients of all variables. ``compress`` gets a gradient without its variable. So it searches the
-Python frames above it for Horovod's lists of variables and gradients; nothing else looks into frames.
+Python frames above it for Horovod's lists of variables and gradients. No other file of this adapter reads frames.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class HorovodCompressor(CompressorBase[Engine]):
         return ctx.result
 
     def __hash__(self) -> int:
-        """Hash by identity. Horovod does so when it builds an optimizer; refuse one that would never exchange."""
+        """Hash by identity. Refuse if Horovod does this to build an optimizer that would never exchange gradients."""
         _refuse_horovods_keras3()
         return object.__hash__(self)
 
@@ -279,8 +279,8 @@ class HorovodCompressor(CompressorBase[Engine]):
         values = [m.variable for m in members] if any(engine.adoption.hyper.weight_decay) else []
         step = _step_of(self, indices)
         given = [*(m.gradient for m in members), placeholder, tf.cast(probe, tf.float32)]
-        # TensorFlow keeps operations in order only if they change the same variable. Without this variable, ranks would
-        # exchange their variables in different orders.
+        # TensorFlow keeps operations in order only if they change the same variable. Without `_turn`, a graph's
+        # exchanges could run in a different order on each rank.
         with tf.control_dependencies([self._turn.assign_add(1)]):
             results, _ = cross(step, given, self._rate, values, [m.variable for m in members])
         for member, result in zip(members, results[: len(members)], strict=True):
@@ -299,7 +299,8 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
         engine = alive.engine
         assert engine is not None
         *gradients, sum_of_ones, probed = arrays[: count + 2]
-        # All ranks that still train see the same placeholder. A rank that has joined could not receive an error.
+        # This raises without engine.fail(): all ranks that still train get the same sum, and a rank in hvd.join()
+        # receives no errors.
         check_placeholder(float(sum_of_ones[0]), op=alive.config.op, size=engine.transport.size)
         own = np.asarray(engine.variables[indices[0]]).reshape(-1)[: probed.size].astype(np.float32)
         if not np.array_equal(own, probed, equal_nan=True):
@@ -339,7 +340,7 @@ def _horovods_call() -> tuple[list[Variable], list[Any], Any, ProcessSet | None,
     """Find the arguments of the call inside Horovod in the frames above.
 
     Returns:
-        The variables and their gradients; the optimizer and the process set, or None; and whether a variable is local.
+        The variables, their gradients, the optimizer or None, the process set or None, and whether a variable is local.
     """
     pairs = process_set = owner = None
     has_local = False

@@ -101,7 +101,7 @@ def _obstacle(engine: Engine) -> bool:
 
 
 def _take_over(engine: Engine, members: ProcessSet, root: int) -> None:
-    """Load all that the ranks share from rank ``root``."""
+    """Load from rank ``root`` what is equal on all ranks: variables, the optimizer's variables, momentum and rate."""
     exchange, before = engine.exchange, engine.rate
     momentum = exchange.state.shared_momentum(exchange.schedule.begin)
     rate = tf.Variable(np.nan if before is None else before, dtype=tf.float64)

@@ -80,7 +80,7 @@ class Reducer:
         compression: the compressor; None if gradients are sent dense.
         process_set: the ranks that exchange; None for the compressor's ranks, or all ranks.
         passes: gradients of this many backward passes are added up before they are exchanged.
-        lost: names of options that a loaded model was saved with, and that could not be saved.
+        lost: names of options that a loaded model lacks, because they could not be saved with it.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Reducer:
 
     @property
     def engine(self) -> Engine | None:
-        """The compressor's engine; None without a compressor, and before the first step."""
+        """The compressor's engine; None without a compressor, before it is bound, and in a job of one process."""
         return None if self.compression is None else self.compression.engine
 
     @property
@@ -271,7 +271,7 @@ class Reducer:
         parameters: Sequence[Variable] = (),
         variables: Sequence[Variable] = (),
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Add up the gradients in ``places``. With the variables' ``indices``, exchange the sum."""
+        """Add up the gradients in ``places`` over passes. If the variables' ``indices`` are given, exchange the sum."""
         step = _built_step_of(self.compression, self._sums, indices)
         given = [tf.convert_to_tensor(gradients[i]) for i in places]
         results, verdict = cross(step, given, rate, parameters, variables)

@@ -38,8 +38,8 @@ def DistributedGradientTape(
     the training step; a tape may be wrapped in each step.
 
     Raises:
-        ConfigError: ``op`` is Adasum or differs from the compressor's, ``groups`` is given, or the compressor has
-            neither a momentum nor an optimizer to take momentum from.
+        ConfigError: with dgc's compressor, ``op`` is Adasum or differs from the compressor's, groups are given, or the
+            compressor has neither a momentum nor an optimizer to take momentum from.
     """
     hvd = import_horovod()
     texts = {"device_dense": device_dense, "device_sparse": device_sparse}

@@ -2,7 +2,7 @@
 
 Eager code uses views of tensors. A graph calls one ``tf.numpy_function``, which also gives Python views. TensorFlow
 uses NumPy arrays without a copy if they are aligned for its kernels (:class:`ResultPool` makes such arrays). So neither
-direction copies on a CPU. From a GPU TensorFlow copies gradients to the host, where the core works, and results back.
+direction copies on a CPU. With a GPU, TensorFlow copies the gradients to the host for the core, and the results back.
 """
 
 from __future__ import annotations

@@ -25,14 +25,14 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-# These stand in place of a process set's number: the optimizer uses all ranks; this rank is not in the optimizer's set.
+# Sent instead of a process set's number, if the optimizer uses all ranks, or if this rank is outside its process set.
 _ALL, _OUTSIDE = -1, -2
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Gives all ranks the weights and the optimizer's variables of one rank.
 
-    It does so before the first step, or after that step if the model has no variables before. It also turns off XLA if
+    It does so before the first step, or after that step if the model was not built before. It also turns off XLA if
     Keras chose XLA automatically (with a GPU), because XLA cannot compile an exchange.
     """
 
@@ -53,8 +53,8 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         After such a load, set the compressor's residuals and momentum to 0, because they belong to the former model.
 
         Raises:
-            ConfigError: ``compile(jit_compile=True)`` was called; or the model has no variables yet, and
-                ``steps_per_execution`` is above 1; or a rank has loaded a model that lacks options.
+            ConfigError: ``jit_compile`` is True although Keras would not choose XLA; or the model has no variables yet,
+                and ``steps_per_execution`` is above 1; or a rank has loaded a model that lacks options.
             LayoutError: a rank has loaded a model, and the other ranks continue with theirs.
         """
         _turn_off_xla(self.model)
@@ -132,7 +132,7 @@ def _by_identity(variables: Sequence[Variable]) -> dict[int, Any]:
 
 
 def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> None:
-    """Raise an error on every rank if one has loaded a model that cannot be trained, or not with the other ranks.
+    """Raise an error on every rank if one rank's model lacks options, or only some ranks have a new model.
 
     ``missing`` and ``set_id`` are this rank's values; ``rows`` holds the values of all ranks.
     """
@@ -175,7 +175,7 @@ class MetricAverageCallback(tf.keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(tf.keras.callbacks.Callback):
-    """Multiplies the learning rate by a function of the epoch; arguments are those of Horovod's callback.
+    """Sets the learning rate to ``initial_lr`` times a function of the epoch. The arguments are Horovod's.
 
     ``momentum_correction`` has no effect; it exists because Horovod's callback has it.
     """

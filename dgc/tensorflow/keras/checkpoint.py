@@ -24,8 +24,8 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     """Writes this rank's residuals at the end of each epoch, and loads them when training begins.
 
     A model's checkpoint is the same on all ranks, and one rank writes it. Residuals differ, so every rank writes its
-    own. When training begins, a file fits the model if it was saved at the optimizer's number of iterations. A model
-    that was not restored begins with empty residuals. A model that continues training keeps its residuals.
+    own. When training begins, the callback loads the file that was saved at the optimizer's number of iterations.
+    Without such a file, a model that continues training keeps its residuals. A new model begins with empty residuals.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         """
         engine = self._reducer.engine
         if engine is None:
-            if self._is_alone:  # such a file tells a later job of several ranks that one process has saved it
+            if self._is_alone:  # from this file, a later job of several ranks learns that there are no residuals
                 save_state(self._path(self._filled, 0), {**INACTIVE, ITERATIONS: self._iterations()})
             return
         engine.require_open("CompressionCheckpoint.save()")
@@ -161,7 +161,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     def _load(self, is_needed: bool) -> None:
         engine, compression = self._reducer.engine, self._reducer.compression
         if engine is None:
-            # Warn only if the compressor has just begun; otherwise it has dropped the state already.
+            # One process drops the residuals of several ranks; load_state_dict() warns of that.
             if self._is_alone and is_needed:
                 states, _ = self._found(0, 1, is_needed)
                 if len(states) > 1:

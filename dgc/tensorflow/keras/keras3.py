@@ -20,10 +20,10 @@ from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, Variable
 
 
 def load_variables(inner: Optimizer, own: Sequence[Any], store: Mapping[str, Any], momentum_is_taken: bool) -> bool:
-    """Load the variables that one process, several processes or a dense run has saved; return False if none fit.
+    """Load saved variables; return False if their shapes do not fit.
 
-    If no momentum was saved, the momentum begins at 0. If it was saved as slots, slots are made for it, and the
-    compressor moves their values into its buffer in the first step.
+    They may come from one process, from several processes, or from a dense run. If no momentum was saved, it begins at
+    0. For saved momentum slots, slots are made; a compressor that has taken the momentum moves their values into u.
     """
     slots = {id(slot) for slot in _slots(inner)}
     others = [v for v in inner.variables if id(v) not in slots]
@@ -122,7 +122,6 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
         self.inner_optimizer.momentum = value
 
     def _hold(self, reducer: Reducer) -> None:
-        """Finish the construction."""
         if reducer.passes > 1 and self.inner_optimizer.gradient_accumulation_steps:
             raise ConfigError(
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
@@ -134,7 +133,7 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
         self._complete = True
 
     def __dir__(self) -> list[str]:
-        # Keras saves the variables of every attribute in this list. Ours include those of the user's optimizer.
+        # Keras saves the variables of every attribute in this list. Our own `variables` contain the inner optimizer's.
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     @property
@@ -152,7 +151,7 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
             store[str(i)] = np.zeros_like(values) if id(variable) in results else values
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Load the variables that one process, several or a dense run has saved: see :func:`load_variables`."""
+        """Load saved variables, also those of a dense run: see :func:`load_variables`."""
         adoption = self._dgc_reducer.adoption
         taken = adoption is not None and adoption.taken
         if not load_variables(self.inner_optimizer, self._variables, store, taken):
@@ -189,7 +188,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     """Exchanges gradients, then lets the user's optimizer apply them."""
 
     def __init__(self, inner_optimizer: Optimizer, reducer: Reducer, name: str | None = None) -> None:
-        """Hold ``inner_optimizer``; see :func:`wrap`."""
+        """Hold ``inner_optimizer``; see :func:`wrap_keras3`."""
         super().__init__(learning_rate=0.0, name=name or f"distributed_{inner_optimizer.name}")
         self.inner_optimizer = inner_optimizer
         self._hold(reducer)
@@ -257,8 +256,8 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
     def loss_scale_factor(self) -> Any:
         """The loss scale of the user's optimizer, or 1.0.
 
-        After construction it is never None, because Keras does not call a setter if the attribute has the new value
-        already, and the setter below must be called.
+        After construction it is never None. A LossScaleOptimizer around this optimizer sets it to None, and Keras calls
+        the setter below only if the value changes.
         """
         return (self.inner_optimizer.loss_scale_factor or 1.0) if self._complete else None
 
@@ -290,7 +289,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         dynamic_growth_steps: int = 2000,
         name: str | None = None,
     ) -> None:
-        """Hold ``inner_optimizer``; see :func:`wrap`."""
+        """Hold ``inner_optimizer``; see :func:`wrap_keras3`."""
         super().__init__(
             inner_optimizer,
             initial_scale=initial_scale,

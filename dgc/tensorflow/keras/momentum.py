@@ -82,7 +82,7 @@ def DGCMomentum(
         ``compression``. It belongs to ``tf_keras`` if TF_USE_LEGACY_KERAS=1, else to Keras 3.
 
     Raises:
-        ArgumentError: (an AssertionError, as in Paddle) an argument is wrong that Paddle refuses.
+        ArgumentError: (an AssertionError, as in Paddle) an argument has a value that Paddle refuses, too.
         ConfigError: (a ValueError) another option is out of range.
         TypeError: ``rampup_begin_step`` is missing, or an option is unknown.
 
@@ -95,7 +95,7 @@ def DGCMomentum(
 
 
 class _Settings(Reducer):
-    """The reducer of :func:`DGCMomentum`, with its arguments (without ``lr``), which are saved with a model."""
+    """The reducer of :func:`DGCMomentum`. It keeps that function's arguments, so that they are saved with a model."""
 
     compression: MomentumCompressor
 
@@ -164,9 +164,10 @@ class PaddleOptimizer:
         return state
 
     def load_state_dict(self, state: Any, resize: bool = False) -> None:
-        """Continue from a saved state. Call it on all ranks. Before the first step, keep the state until then.
+        """Continue from a saved state. Call it on all ranks.
 
-        A state from before the first step, or an empty dict, clears momentum and residuals.
+        Before the first step, the compressor keeps its part of the state and loads it in that step. A state from before
+        the first step, or an empty dict, clears momentum and residuals.
 
         Args:
             state: the result of :meth:`state_dict` on this rank; with ``resize=True`` a list of all old ranks' states.
@@ -307,8 +308,6 @@ else:
     from dgc.tensorflow.keras.keras3 import DistributedLossScaleOptimizer, DistributedOptimizer
 
     class _OverSGD(PaddleOptimizer):
-        """The common base of both classes for Keras 3."""
-
         def __init__(self, arguments: dict[str, Any], **others: Any) -> None:
             settings = _Settings(arguments)
             options = settings.compression.options

@@ -93,10 +93,10 @@ def load_model(
 
     The arguments are those of ``horovod.tensorflow.keras.load_model``; ``legacy_opts`` has no effect. ``compression``
     is for the model of a dense run; the compressor takes over the momentum of the model's optimizer. A model that was
-    saved with a distributed optimizer of dgc has a compressor already.
+    saved with a distributed optimizer of dgc is loaded with that optimizer.
 
     Raises:
-        ConfigError: ``compression`` is given for a model that has a compressor with all its options.
+        ConfigError: ``compression`` is given, and the model has a distributed optimizer with all its options.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = tf.keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
