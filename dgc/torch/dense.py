@@ -169,7 +169,7 @@ class DenseEngine:
         return True
 
     def follow(self, front_end: object) -> None:
-        """Do nothing: there is one front end, and it never asks for the engine's."""
+        """Do nothing: this engine never calls its front end."""
 
     def refuse_results(self, index: int | None = None) -> None:
         """Do nothing: results are mean gradients, and may be exchanged again."""

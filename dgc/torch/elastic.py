@@ -97,8 +97,8 @@ class TorchState(hvd.elastic.TorchState):
 
     def sync(self) -> None:
         """Broadcast everything but the compressor's state, which :meth:`begin` loads."""
-        # If an optimizer has no state, Horovod does not send its options: it calls step() to create a state. Options of
-        # other optimizers are sent in float32.
+        # Send the options here. Horovod sends them in float32, and not at all if the optimizer has no state; then it
+        # calls step() to create one.
         groups = self.optimizer.param_groups
         own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         options = unpacked(broadcast_packed(HOROVOD, packed(own, "an optimizer's group"), 0))

@@ -1,8 +1,8 @@
 """Update many parameters with few kernel calls: Bagua's ``fuse_optimizer`` for element-wise optimizers.
 
 The weights of a group that have the same type and device are moved into one flat buffer, once. ``fuse_step`` finds
-weights that lie side by side, brings their gradients and state together in the same way, and shows the optimizer one
-flat parameter in the place of each such run. Parameters that cannot be stepped together are stepped one by one.
+runs of weights that lie side by side, and copies the gradients and state of each run into flat buffers, too. The
+optimizer then sees one flat parameter for each run. Parameters that cannot be stepped together are stepped one by one.
 
 Letters: n elements of a run, m parameters in it. Offsets count elements.
 """
@@ -281,7 +281,7 @@ class _Run:
                 return False
         if not moved:
             return True
-        # A script may exchange gradients of two parameters. Horovod gives other memory to our part: p.grad.set_(...).
+        # A script may swap the gradients of two parameters. Horovod gives other memory to our part: p.grad.set_(...).
         if any(begin <= grads[i].data_ptr() < end for i in moved) or _places(self._gradients) != self._places:
             self._renew_gradient()
             moved = list(range(len(grads)))
@@ -347,7 +347,7 @@ class _Run:
 
 
 def _adjacent(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Part parameters into runs that lie in one storage without gaps; return [] if some of them overlap."""
+    """Split parameters into runs that lie in one storage without gaps; return [] if some of them overlap."""
     runs: list[list[Tensor]] = []
     storage, end = 0, 0
     for p in sorted(params, key=Tensor.data_ptr):
@@ -385,7 +385,7 @@ def _alias(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int
 def _is_fusable(p: Tensor) -> bool:
     """Return whether ``p`` has at least one dimension, and no gaps in its memory.
 
-    The state of a 0-dimensional tensor for each element looks like a single value such as Adam's ``step``.
+    The state of a 0-dimensional parameter looks like a single value, such as Adam's ``step``.
     """
     if p.is_conj() or p.is_neg() or p.dim() == 0 or p.numel() == 0:
         return False

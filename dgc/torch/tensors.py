@@ -130,7 +130,7 @@ class Places:
     def end(self) -> None:
         """After the first step, move results that need no separate memory into their gradients' memory.
 
-        Gradients may be views of one buffer, whose owner clears all of it at once.
+        Otherwise ``.grad`` would leave a buffer that the script has made for all gradients, to clear them at once.
         """
         self._first = False
         for index, gradient, result in self._apart:
@@ -181,7 +181,7 @@ def samples(tensor: torch.Tensor) -> np.ndarray:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Return the sum of all values' bits, modulo 2**52. It differs if two tensors differ in one value."""
+    """Return the sum of all values' bits, modulo 2**52. Of float64 it ignores the sign and the exponent."""
     values = local(tensor).detach()
     return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)) % 2**52
 
