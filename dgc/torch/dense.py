@@ -124,7 +124,6 @@ class DenseEngine:
         return gradient
 
     def _send(self, bucket: _Bucket) -> None:
-        """Begin the sum of a bucket, in the order of buckets."""
         gradients = [local(self._gradients[i]).detach().reshape(-1) for i in bucket.members]
         present = torch.ones(len(gradients), dtype=gradients[0].dtype, device=gradients[0].device)
         for place, i in enumerate(bucket.members):

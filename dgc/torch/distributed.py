@@ -271,7 +271,6 @@ class DistributedTransport(FrameworkTransport):
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """Return the timeout of ``group``'s collectives."""
     group = group or dist.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types]
     known = [backend.options._timeout for backend in backends if hasattr(getattr(backend, "options", None), "_timeout")]

@@ -171,7 +171,7 @@ def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) 
     _warn_of_lost([r for r in range(old_size) if r not in holders], old_size, step, rank)
 
     def sources(receiver: int) -> set[int]:
-        """Return the ranks whose states ``receiver`` needs. If it needs none, it gets rank 0's as a template."""
+        """Return the ranks whose states ``receiver`` needs: rank 0's, as a template, if it would have none."""
         found = {holders[r] for r in old_ranks_of(receiver, old_size, size) if r in holders}
         return found - {receiver} if receiver in holders.values() else found or {0}
 

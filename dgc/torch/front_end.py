@@ -60,7 +60,7 @@ class Update:
 
     Attributes:
         by_closure: whether a closure computes the gradients inside ``step()``.
-        names_closure: whether ``step`` was called as ``step(closure=None)``.
+        names_closure: whether ``step`` was called with the keyword ``closure=``, even if it is None.
         unmoved: parameters that this ``step()`` must not move, and copies of them.
     """
 

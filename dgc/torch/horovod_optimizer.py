@@ -285,7 +285,6 @@ class HorovodCompressor(CompressorBase[Engine]):
         return engine.submit(index, tensor, absent=absent)  # Horovod will give .grad the memory of this tensor
 
     def _follow_horovod(self, engine: Engine) -> HorovodFrontEnd:
-        """Follow the steps of the optimizer that Horovod makes with this compressor."""
         if self._front_end is None:
             self._front_end = HorovodFrontEnd(engine, self)
         return self._front_end

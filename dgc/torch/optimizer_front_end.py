@@ -165,7 +165,6 @@ class OptimizerFrontEnd(FrontEnd):
             self._hand_over(index, p)
 
     def _hand_over(self, index: int, p: torch.Tensor) -> None:
-        """Begin the exchange of a gradient."""
         if absent := p.grad is None:
             p.grad = torch.zeros_like(p)  # p is frozen or unused here in this step; other ranks may have used it
         gradient = p.grad
@@ -249,7 +248,6 @@ class OptimizerFrontEnd(FrontEnd):
                 self._fail_changed(index)
 
     def _fail_changed(self, index: int) -> None:
-        """Raise the error about a gradient that was changed while it was exchanged."""
         in_ddp = ddp_over(self._parameters)  # DDP may be built after the wrapping, or even after the first step
         error = ConfigError(_IN_DDP) if in_ddp else LayoutError(CHANGED.format(self._names[index]))
         self.engine.fail(error, index)

@@ -44,7 +44,7 @@ class Change(NamedTuple):
         restored: a state was loaded into the optimizer, and none into the compressor.
         broadcast: the state was broadcast.
         stepped: the loaded state was saved after steps with a compressor, and does not hold the compressor's state.
-        distributed: torch's distributed checkpoints have read the state.
+        distributed: torch's distributed checkpoints have initialised the state, to save or load it.
         kept: a state was loaded into the compressor. A state that is loaded into the optimizer belongs to it.
     """
 

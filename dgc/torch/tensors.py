@@ -212,7 +212,7 @@ _NATIVE = frozenset((torch.float32, torch.float64))
 
 
 def _written_as(dtype: torch.dtype) -> tuple[torch.dtype, float | None]:
-    """Return the type of the core's results for gradients of ``dtype``, and the largest value that ``dtype`` holds."""
+    """Return the type of the core's results for gradients of ``dtype``, and the largest value of a 16-bit ``dtype``."""
     limit = torch.finfo(dtype).max if dtype in (torch.float16, torch.bfloat16) else None
     return torch.float64 if dtype is torch.float64 else torch.float32, limit
 

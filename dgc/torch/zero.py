@@ -452,7 +452,6 @@ def _momentum_is_adopted(optimizer: Any) -> bool:
 
 
 def _checked_class(optimizer_class: Any) -> type[Optimizer]:
-    """Return the class of the local optimizers; raise if it cannot be sharded."""
     known = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
     names = {cls.__name__ for cls in optimizer_class.__mro__} if known else {"none"}
     if names & {"none", "LBFGS", "ZeroRedundancyOptimizer", "DGCMomentum"}:
