@@ -43,7 +43,7 @@ _DECAY_LEFT = (
     "applies: it is weaker than in torch.optim.SGD, a tenth at momentum 0.9. Give weight_decay= to the compressor, and "
     "0 to {0}"
 )
-# Packages whose SGD, or whose wrapper of one, is known to do nothing else with gradients in its step().
+# Packages whose optimizers' step() is known not to change gradients.
 _KNOWN_STEPS = ("torch", "horovod", "dgc")
 
 _VARIANTS = {"dampening": "set dampening=0", "maximize": "minimise the negative loss"}
@@ -95,10 +95,10 @@ class Adoption:
         decay = ("weight_decay",) if adopts_decay and config.weight_decay is None else ()
         self.options: tuple[str, ...] = (*own, *decay)
         self._adopted: set[int] = set()  # parameters with an option that is adopted, or will be
-        self._members: dict[int, tuple[list[int], Members]] = {}  # id of a list: its content, and our part of it
+        self._members: dict[int, tuple[list[int], Members]] = {}  # by id of a group's list: its ids, and our members
         self._seen: list[float] = []  # the values of the groups' options when they were last read
         self._hidden: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # id of a group: the group, its own values
-        self._settled: dict[int, float] = {}  # id of a group: the beta1 for which its means need no correction now
+        self._settled: dict[int, float] = {}  # id of a group: the beta1 whose bias correction is 1 by now
         self._step = 0
         self._steps: int | None = None  # the number of steps since the first selection; None before it
         if optimizer is not None:
@@ -191,7 +191,7 @@ class Adoption:
                     group[option] = value
 
     def refuse_another(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that was not bound, if results contain, or will contain, the bound one's options."""
+        """Refuse an optimizer that was not bound, if the compressor applies, or will apply, the bound one's options."""
         hyper = self.hyper
         for _, ours in self._groups(optimizer):
             for _, i in ours:
@@ -209,8 +209,9 @@ class Adoption:
         """Turn the optimizer's momentum into u: SGD's buffers in any step, first moments in the step that adopts them.
 
         Call it after :meth:`read`. SGD's buffers are removed from its state. First moments stay there; the optimizer
-        overwrites them. With ``restored``, a state was loaded only into the optimizer. Then u is also set from buffers
-        of zeros, because ``hvd.broadcast_optimizer_state`` makes these. Returns whether u got a value other than 0.
+        overwrites them. ``restored`` says that a state was loaded only into the optimizer. Then first moments are
+        taken in a later step, too, and u is also set from buffers of zeros, because ``hvd.broadcast_optimizer_state``
+        makes these. Returns whether u got a value other than 0.
         """
         if not self.active or not optimizer.state:
             return False
@@ -302,7 +303,7 @@ class Adoption:
         for group, ours in groups:
             beta1, takes = float(group["betas"][0]), self._has_moment(ours)
             if takes and self._settled.get(id(group)) == beta1:
-                continue  # the number of a step may be on a GPU
+                continue  # otherwise the host may wait for Adam's step count on a GPU
             if beta1 and self._will_have_moment(ours):
                 self._adopted.update(i for _, i in ours)
             settled = takes

@@ -479,7 +479,6 @@ def _read(path: Path, advice: str, map_location: MAP_LOCATION = "cpu", mmap: boo
 
 
 def _read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:
-    """Read the main file of :func:`save_checkpoint`."""
     path = folder / _MAIN_FILE
     advice = "there is no checkpoint in this directory; name the one that was given to save_checkpoint()"
     content = _read(path, advice, map_location)

@@ -94,7 +94,7 @@ class CompressionState(Joinable):
             optimizer: a plain optimizer, or Accelerate's, Lightning's or Fabric's wrapper of it.
 
         Raises:
-            ConfigError: this is not a plain optimizer, its gradients are exchanged already, or Horovod's ranks differ.
+            ConfigError: this is not a plain optimizer, its gradients are exchanged already, or Horovod's size differs.
             LayoutError: ranks disagree about the parameters.
         """
         self.compression.use_job(DistributedJob(self._group))

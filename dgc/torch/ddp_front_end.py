@@ -56,7 +56,7 @@ class DDPFrontEnd(FrontEnd):
     # -- the hook --------------------------------------------------------------------------------------------------
 
     def hand_over(self, bucket: dist.GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """Begin the exchange of a bucket, or end it with the last one; the future gets the bucket's results."""
+        """Submit a bucket's gradients, and end the exchange with the last one. ``future`` gets the bucket's results."""
         engine, buffer = self.engine, bucket.buffer()
         if bucket.index() == 0:
             self._futures, self._results = [], {}
@@ -113,7 +113,7 @@ class DDPFrontEnd(FrontEnd):
                 p.grad = result if views else result.clone()  # gradient_as_bucket_view=True requires views
 
     def _require_stepped(self) -> None:
-        """Refuse a rank that did not make the other ranks' updates, which apply momentum to dense tensors."""
+        """Refuse a rank without data that has not made the latest update, if results contain momentum or decay."""
         if self._joined and self._waiting is Waiting.RESULTS and self.engine.adoption.has_velocity:
             wrong = "a rank without data has not followed the updates: use Join([model, state])"
             self.engine.fail(ConfigError(wrong))
@@ -125,8 +125,8 @@ class DDPFrontEnd(FrontEnd):
         if self._waiting is not Waiting.GRADIENTS:
             self._require_stepped()
             self.engine.refuse_results(index)
-            # The exchange begins with the first bucket, and reads the optimizer's options there. A script may step its
-            # scheduler between passes inside no_sync().
+            # The exchange begins later, with the first bucket, and reads the optimizer's options then. A script may
+            # step its scheduler between passes inside no_sync().
             self._waiting, self._joined = Waiting.GRADIENTS, False
 
     def step_joined(self) -> None:

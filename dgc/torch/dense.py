@@ -124,7 +124,6 @@ class DenseEngine:
         return gradient
 
     def _send(self, bucket: _Bucket) -> None:
-        """Begin the sum of a bucket, in the order of buckets."""
         gradients = [local(self._gradients[i]).detach().reshape(-1) for i in bucket.members]
         present = torch.ones(len(gradients), dtype=gradients[0].dtype, device=gradients[0].device)
         for place, i in enumerate(bucket.members):
@@ -169,7 +168,7 @@ class DenseEngine:
         return True
 
     def follow(self, front_end: object) -> None:
-        """Do nothing: there is one front end, and it never asks for the engine's."""
+        """Do nothing: this engine never calls its front end."""
 
     def refuse_results(self, index: int | None = None) -> None:
         """Do nothing: results are mean gradients, and may be exchanged again."""

@@ -64,7 +64,7 @@ class DistributedJob(Job):
         return dist.get_world_size(self._group)
 
     def ranks(self) -> list[int]:
-        """Return these ranks' numbers among all ranks; only this process' number if it is not one of them."""
+        """Return the global numbers of the group's ranks; only this process' own if it is not in the group."""
         return dist.get_process_group_ranks(self._group or dist.group.WORLD) if self.included else [dist.get_rank()]
 
     @override
@@ -141,9 +141,9 @@ TorchJob: TypeAlias = TorchHorovod | DistributedJob
 
 
 def require_own_shards(named: Iterable[tuple[str, torch.Tensor]], job: Job) -> None:
-    """Refuse FSDP2's parameters unless all are sharded, and none of them among ranks that exchange with each other.
+    """Refuse models that FSDP2 shards only in part, or shards among ranks that exchange gradients with each other.
 
-    If the shards' mesh has only one rank, other parameters need not be sharded.
+    Unsharded parameters are allowed if every mesh has only one rank.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
     outside = [(name, p) for name, p in trained if not is_sharded(p)]
@@ -271,7 +271,6 @@ class DistributedTransport(FrameworkTransport):
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    """Return the timeout of ``group``'s collectives, which was given to ``init_process_group()``."""
     group = group or dist.group.WORLD
     backends = [group._get_backend(device) for device in group._device_types]
     known = [backend.options._timeout for backend in backends if hasattr(getattr(backend, "options", None), "_timeout")]

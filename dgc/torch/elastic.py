@@ -97,8 +97,8 @@ class TorchState(hvd.elastic.TorchState):
 
     def sync(self) -> None:
         """Broadcast everything but the compressor's state, which :meth:`begin` loads."""
-        # If an optimizer has no state, Horovod does not send its options: it calls step() to create a state. Options of
-        # other optimizers are sent in float32.
+        # Send the options here. Horovod sends them in float32, and not at all if the optimizer has no state; then it
+        # calls step() to create one.
         groups = self.optimizer.param_groups
         own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         options = unpacked(broadcast_packed(HOROVOD, packed(own, "an optimizer's group"), 0))
@@ -171,7 +171,7 @@ def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) 
     _warn_of_lost([r for r in range(old_size) if r not in holders], old_size, step, rank)
 
     def sources(receiver: int) -> set[int]:
-        """Return the ranks whose states ``receiver`` needs. If it needs none, it gets rank 0's as a template."""
+        """Return the ranks whose states ``receiver`` needs: rank 0's, as a template, if it would have none."""
         found = {holders[r] for r in old_ranks_of(receiver, old_size, size) if r in holders}
         return found - {receiver} if receiver in holders.values() else found or {0}
 

@@ -43,7 +43,7 @@ _UNWRITTEN = (
     "call optimizer.zero_grad() after each step(), or give the compressor sparse_updates=False: .grad still holds "
     "results, but not of all tensors"
 )
-_LOOKED_AT = 2**20  # elements to check: if a script has not cleared results, the smallest tensors hold some, too
+_LOOKED_AT = 2**20  # the most elements to check, smallest tensors first: uncleared results are in these, too
 
 
 class Engine(EngineBase):
@@ -53,13 +53,13 @@ class Engine(EngineBase):
         parameters: the compressed tensors in registration order.
         front_end: submits gradients, and follows the steps of the optimizer.
         saved: notices what is loaded into the optimizer between two steps.
-        updates: whether results are applied as entries.
+        updates: decides whether results are applied as entries, and applies them.
         decays_by_sign: indices of parameters whose decay is by sign (L1).
         excluded: indices of parameters that the option ``exclude`` names. They are sent dense.
         by_scaler: whether a GradScaler of unknown scale steps the optimizer; None before the first step.
         left_alone: parameters for which no rank had a gradient in the latest step. They do not change, as with DDP's
             find_unused_parameters.
-        joins: flags of :class:`~dgc.core.message.Flags` while this rank takes part without data.
+        joins: the :class:`~dgc.core.message.Flags` that this rank's messages carry while it has no data; otherwise 0.
         on_step_begin: called before the first gradient of each step is submitted, if set.
         error: the error that ended the latest step on this rank; None if the step was committed or refused.
     """
@@ -68,7 +68,7 @@ class Engine(EngineBase):
     advice = "Build the same model and optimizer on every rank; what one rank loads, load after wrapping and broadcast."
     adoption: Adoption
     exchange: Exchange
-    keeps_sparse = True  # a sparse gradient stays sparse where its result is dense
+    keeps_sparse = True  # a sparse .grad stays sparse, even if a dense copy of it is exchanged
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Engine(EngineBase):
         self._tensors.release()
         try:
             self.exchange.latest.require_usable()
-        except DGCError as error:  # until reset() or load_state_dict() has succeeded
+        except DGCError as error:  # every step is an error until reset() or load_state_dict()
             self.error = self.error or unraised(error)
         if self.front_end.waiting is Waiting.GRADIENTS:
             self.front_end.give_up(through)
@@ -211,7 +211,7 @@ class Engine(EngineBase):
             return
         error: DGCError | None = None
         if self.exchange.latest.failure_pending:
-            error, self.error = self.error, None  # the other ranks do not know of it, and begin this step
+            error, self.error = self.error, None  # the other ranks do not know of the error, and begin this step
         if self.error is not None:
             raise unraised(self.error)
         owner = self.front_end.owner
@@ -274,7 +274,6 @@ class Engine(EngineBase):
             self._deliver()  # as the others do
 
     def _share_options(self, step: Step) -> None:
-        """Give ranks that have joined the options of one that trains. Collective."""
         owner = self.front_end.owner
         assert owner is not None, "it has begun the step"
         self.follows = share_options(self.between, step, self.adoption, owner, self.updates.update_follows)
@@ -288,9 +287,8 @@ class Engine(EngineBase):
     def refuse_results(self, index: int | None = None) -> None:
         """Refuse, on all ranks, to exchange results of the latest step as gradients.
 
-        Call it when a backward pass has added to the first gradient of a step, that of parameter ``index``. If a step
-        begins without a gradient, call it with None. Results that contain neither momentum nor decay are exchanged like
-        gradients, as in dense training.
+        Call it with the index of a step's first gradient when that arrives, or with None if the step begins without a
+        gradient. Results that contain neither momentum nor decay are exchanged like gradients, as in dense training.
         """
         if not (self._delivered and (self.adoption.has_velocity or self.updates.applied)):
             return

@@ -1,4 +1,4 @@
-"""The part that all front ends share: they act around ``step()`` of the optimizer whose parameters are exchanged.
+"""The part that all front ends share: what they do before and after ``step()`` of the optimizer.
 
 A front end says when a gradient is ready and when results are needed. There are three: dgc's own optimizer
 (``optimizer_front_end.py``), DDP's hook (``ddp_front_end.py``) and Horovod's own optimizer (``horovod_optimizer.py``).
@@ -60,7 +60,7 @@ class Update:
 
     Attributes:
         by_closure: whether a closure computes the gradients inside ``step()``.
-        names_closure: whether ``step`` was called as ``step(closure=None)``.
+        names_closure: whether ``step`` was called with the keyword ``closure=``, even if it is None.
         unmoved: parameters that this ``step()`` must not move, and copies of them.
     """
 
@@ -73,8 +73,7 @@ class FrontEnd:
     """Submits gradients to one engine, and acts before and after ``step()`` of the optimizer that owns the parameters.
 
     Attributes:
-        engine: an :class:`~dgc.torch.engine.Engine`, which refers to its front end, or a
-            :class:`~dgc.torch.dense.DenseEngine`.
+        engine: an :class:`~dgc.torch.engine.Engine` or a :class:`~dgc.torch.dense.DenseEngine`.
         update: the owner's ``step()`` that is running; None if none is.
         drives: whether this object submits gradients.
         holds: whether gradients are checked once more before the last bucket is sent.
@@ -105,7 +104,7 @@ class FrontEnd:
         """What waits in ``.grad``."""
         return self._waiting
 
-    # -- each front end has its own ----------------------------------------------------------------------------------
+    # -- front ends override these -----------------------------------------------------------------------------------
 
     def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait for the results, because ``step()`` needs them now; or check that they are there."""
@@ -114,7 +113,7 @@ class FrontEnd:
         """Get the results of the gradients that the closure of a ``step()`` has computed."""
 
     def begin_anew(self) -> None:
-        """Expect the first backward pass of a step, because a state was loaded into the optimizer."""
+        """Forget all gradients of the step: the next backward pass is the first of a new step."""
 
     def give_up(self, through: bool = False) -> None:
         """Forget the gradients of a step that has not ended; the next backward pass begins a new step.
@@ -138,7 +137,7 @@ class FrontEnd:
         self.own(optimizer)
         parameters = enumerate(self.engine.parameters)
         hooks: list[Any] = [p.register_post_accumulate_grad_hook(weakly(arrived, i)) for i, p in parameters]
-        if len(hooks) == 1:  # there is no other gradient that shows whether .grad was cleared
+        if len(hooks) == 1:  # .grad must be checked before a backward pass adds to it
             hooks.append(self.engine.parameters[0].register_hook(weakly(self._before_only_gradient)))
         self._unhook = unhook = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
         unhook.atexit = False
@@ -246,8 +245,8 @@ class FrontEnd:
         """Return whether ``torch.distributed.checkpoint`` has called ``step()`` to initialise the optimizer's state.
 
         It gives all parameters gradients of 0, sets all learning rates to 0 and calls ``step(closure=None)``. An
-        exchange would send entries that are not applied. If only the gradients and learning rates are 0, this rank is
-        training, and the others wait for it.
+        exchange would send entries that are not applied. Without ``closure=None`` this rank is training, even if its
+        gradients and learning rates are 0, and the others wait for it.
         """
         if self.update is None or not self.update.names_closure or set(learning_rates_of(optimizer)) != {0.0}:
             return False
@@ -269,7 +268,7 @@ class FrontEnd:
 def _end_update_after_errors(optimizer: torch.optim.Optimizer) -> None:
     """Call :meth:`FrontEnd.after_step` also when ``step()`` raises an error, because torch calls no hook then.
 
-    Schedulers wrap ``step()`` in the same way. Other updates are begun and ended by the hooks, not by this wrapper: a
+    Schedulers wrap ``step()`` in the same way. The hooks begin every update and end those without an error, because a
     script may call a ``step()`` that it has read from the optimizer before the wrapping, as Accelerate does.
     """
     step, living = optimizer.step, weakref.ref(optimizer)

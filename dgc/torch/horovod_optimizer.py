@@ -98,7 +98,7 @@ class HorovodFrontEnd(FrontEnd):
         return untouched and index in self._begun_without and not gradient.any()
 
     def take_back(self) -> int | None:
-        """End the check when the first result is asked for. Return the index of a changed gradient, or None."""
+        """Forget the submitted gradients. Return the index of one that was changed since, or None."""
         handed, self._handed, self._begun_without = self._handed, {}, None
         return next((i for i, each in handed.items() if each.is_changed(self.engine.parameters[i])), None)
 
@@ -137,10 +137,10 @@ class HorovodFrontEnd(FrontEnd):
 
     @override
     def give_up(self, through: bool = False) -> None:
-        """Forget the backward passes since the last step. If their exchange had begun, the next step is an error.
+        """Forget the backward passes since the last step.
 
-        The next step is an error on all ranks or on none. If all ranks had submitted all gradients, some ranks may have
-        made the update; the others wait here for their placeholders.
+        If all ranks had submitted all gradients (``through``), some may have made the update, and the others wait here
+        for their placeholders. Otherwise, if the exchange had begun, the next step is an error.
         """
         if not self.drives:
             return
@@ -277,16 +277,14 @@ class HorovodCompressor(CompressorBase[Engine]):
                     "two models share the compressor, or sparse_as_dense=True copied a sparse gradient"
                 )
             )
-        # The result is written to the gradient's memory. Horovod gives .grad the result's memory in any case.
         assert self._front_end is not None, "it has bound the caller"
         if not engine.exchange.in_step and self._front_end.hands_over_at_once:
             engine.refuse_results(index)
         self._compared = False
         absent = self._front_end.hand_over(index, tensor)
-        return engine.submit(index, tensor, absent=absent)
+        return engine.submit(index, tensor, absent=absent)  # Horovod will give .grad the memory of this tensor
 
     def _follow_horovod(self, engine: Engine) -> HorovodFrontEnd:
-        """Follow the steps of the optimizer that Horovod makes with this compressor."""
         if self._front_end is None:
             self._front_end = HorovodFrontEnd(engine, self)
         return self._front_end

@@ -20,7 +20,7 @@ def share_options(
     optimizer: torch.optim.Optimizer,
     updates: bool,
 ) -> bool:
-    """Give ranks that have joined the options of one that trains. Collective."""
+    """Give ranks that have joined the options of one that trains, and return its ``updates``. Collective."""
     with adoption.shown(optimizer):
         rows = gather_values(transport, [updates, option_values(optimizer)])
         trains, options = rows[min(set(range(transport.size)) - set(step.joined))]

@@ -24,8 +24,8 @@ from dgc.torch.horovod import HOROVOD, TorchHorovod
 from dgc.torch.optimizer_front_end import OptimizerFrontEnd, refuse_copy
 
 if TYPE_CHECKING:
-    # For type checkers only, never instantiated. The user's optimizer keeps its class, which a checker cannot express:
-    # so that a variable of an SGD's, Adam's or AdamW's type may hold the result, it counts as all of them.
+    # For type checkers only, never instantiated. A checker cannot express that the user's optimizer keeps its class. So
+    # this class derives from three of torch's, and a variable of type SGD, Adam or AdamW may hold the result.
     class HorovodOptimizer(torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam):  # type: ignore[misc]
         """The user's optimizer, with the methods that :func:`DistributedOptimizer` adds."""
 

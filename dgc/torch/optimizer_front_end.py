@@ -66,10 +66,11 @@ class OptimizerFrontEnd(FrontEnd):
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Any, densified: Collection[int], scaler: object = None
     ) -> None:
-        """Register hooks on the engine's parameters, and give the optimizer the methods, which keep this object alive.
+        """Register hooks on the parameters, and give the optimizer Horovod's methods, which keep this object alive.
 
         Args:
-            optimizer: has an attribute ``backward_passes_per_step``. Other front ends for its parameters are ended.
+            optimizer: has an attribute ``backward_passes_per_step``. Optimizers that were wrapped earlier for some of
+                its parameters exchange nothing any more.
             engine: exchanges the parameters' gradients.
             densified: indices of parameters whose sparse gradients are exchanged as dense ones.
             scaler: a GradScaler whose scale the engine knows, if there is one.
@@ -164,7 +165,6 @@ class OptimizerFrontEnd(FrontEnd):
             self._hand_over(index, p)
 
     def _hand_over(self, index: int, p: torch.Tensor) -> None:
-        """Begin the exchange of a gradient."""
         if absent := p.grad is None:
             p.grad = torch.zeros_like(p)  # p is frozen or unused here in this step; other ranks may have used it
         gradient = p.grad
@@ -206,7 +206,7 @@ class OptimizerFrontEnd(FrontEnd):
 
     @override
     def end_exchange_of_closure(self) -> None:
-        if self._waiting is not Waiting.RESULTS:  # a closure without a gradient: the other ranks may have some
+        if self._waiting is not Waiting.RESULTS:  # the closure computed no gradient here; other ranks may have some
             self.synchronize()
 
     def _exchange(self, update_follows: bool) -> None:
@@ -248,7 +248,6 @@ class OptimizerFrontEnd(FrontEnd):
                 self._fail_changed(index)
 
     def _fail_changed(self, index: int) -> None:
-        """Raise the error about a gradient that was changed while it was exchanged."""
         in_ddp = ddp_over(self._parameters)  # DDP may be built after the wrapping, or even after the first step
         error = ConfigError(_IN_DDP) if in_ddp else LayoutError(CHANGED.format(self._names[index]))
         self.engine.fail(error, index)

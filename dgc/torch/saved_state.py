@@ -44,8 +44,8 @@ class Change(NamedTuple):
         restored: a state was loaded into the optimizer, and none into the compressor.
         broadcast: the state was broadcast.
         stepped: the loaded state was saved after steps with a compressor, and does not hold the compressor's state.
-        distributed: torch's distributed checkpoints have read the state.
-        kept: a state was loaded into the compressor, and belongs to the state that is loaded into the optimizer.
+        distributed: torch's distributed checkpoints have initialised the state, to save or load it.
+        kept: a state was loaded into the compressor. A state that is loaded into the optimizer belongs to it.
     """
 
     restored: bool = False
@@ -78,9 +78,9 @@ class SavedState:
         optimizer.register_load_state_dict_post_hook(weakly(self._after_loading))
 
     def compressor_loaded(self) -> None:
-        """Note that the compressor's state was loaded. It fits a state that the optimizer loads before the next step.
+        """Note that the compressor's state was loaded. Call it on all ranks.
 
-        Like :meth:`forget`, call it on all ranks.
+        A state that the optimizer loads before the next step belongs to it.
         """
         self.pending, self._has_stepped = Change(kept=True), True
 

@@ -1,4 +1,4 @@
-"""Update only the parameters' received entries, without a dense result or the optimizer's pass over all parameters.
+"""Update only the entries that were received, without dense results and without a pass over all parameters.
 
 If the optimizer is a ``torch.optim.SGD``, and the compressor applies its momentum, Nesterov and decay, its step is
 only ``p <- p - lr * result``. The result is 0 nearly everywhere, and ``p - lr * 0`` is ``p``. The entries that are not
@@ -29,14 +29,14 @@ class SparseUpdates:
     """Decides in each step whether the sums of entries are deferred, and applies them.
 
     The sums are applied if ``step()`` itself ends the exchange; ``.grad`` is None after that. A script that calls
-    ``synchronize()`` gets dense results, which are written during the backward pass from its second step on.
+    ``synchronize()`` gets dense results. From its second step on, they are written during the backward pass.
 
     Attributes:
         reason: why results are dense; None if updates are sparse, and "" before the first step.
         update_follows: whether the optimizer uses the latest results before the script can see them.
         applied: whether the sums were applied. False again when the next step begins.
         deferred: the sums of some buckets, for :meth:`apply`.
-        obstacle: set by the caller of :meth:`apply`.
+        obstacle: the function that says why an optimizer needs dense results. While it is None, all results are dense.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], enabled: bool, sparsified: int, dense: int) -> None:
@@ -165,7 +165,7 @@ def _is_of_torch(function: object) -> bool:
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:
-    """Return the class that makes the update, unless a subclass of ``ZeroRedundancyOptimizer`` may do more."""
+    """Return the user's class; for a ``ZeroRedundancyOptimizer``, but not for its subclasses, the shards' class."""
     own = users_class(optimizer)
     return updating_class(optimizer) if "_shards_updates" in vars(own) else own
 

@@ -130,7 +130,7 @@ class Places:
     def end(self) -> None:
         """After the first step, move results that need no separate memory into their gradients' memory.
 
-        Gradients may be views of one buffer, whose owner clears all of it at once.
+        Otherwise ``.grad`` would leave a buffer that the script has made for all gradients, to clear them at once.
         """
         self._first = False
         for index, gradient, result in self._apart:
@@ -181,9 +181,10 @@ def samples(tensor: torch.Tensor) -> np.ndarray:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Return the sum of all values' bits, modulo 2**52. It differs if two tensors differ in one value."""
+    """Return a number below 2**52 that is different if two tensors differ in one value: the sum of their bits."""
     values = local(tensor).detach()
-    return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)) % 2**52
+    total = int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)) % 2**64
+    return total % 2**52 ^ total >> 52  # in a float64 the upper 12 bits are sign and exponent
 
 
 def scattered_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +213,7 @@ _NATIVE = frozenset((torch.float32, torch.float64))
 
 
 def _written_as(dtype: torch.dtype) -> tuple[torch.dtype, float | None]:
-    """Return the type of the core's results for gradients of ``dtype``, and the largest value that ``dtype`` holds."""
+    """Return the type of the core's results for gradients of ``dtype``, and the largest value of a 16-bit ``dtype``."""
     limit = torch.finfo(dtype).max if dtype in (torch.float16, torch.bfloat16) else None
     return torch.float64 if dtype is torch.float64 else torch.float32, limit
 

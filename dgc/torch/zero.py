@@ -96,7 +96,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             self._job = _job_among(group, process_group, process_set)
         self._job.require_ready()
         self._transport = self._job.make_transport()
-        # An owner, its flat buffer, the parameters in it and their places; None without buckets.
+        # Of each bucket: the owner, the flat buffer, the parameters in it and their addresses. None without buckets.
         self._buckets: list[tuple[int, Tensor, list[Tensor], list[int]]] | None
         self._buckets = [] if parameters_as_bucket_view else None
         self._consolidated: dict[Any, Any] | None = None  # by the parameters' numbers, counted over all groups
@@ -357,7 +357,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the local optimizer's ``state_dict()``: this rank's share, with parameters numbered from 0."""
-        self._prepare()  # the local optimizer may still have options that hide what the compressor applies
+        self._prepare()  # the local optimizer's options may still be 0, from the update that hid them
         return self.optim.state_dict()
 
     @staticmethod
@@ -452,7 +452,6 @@ def _momentum_is_adopted(optimizer: Any) -> bool:
 
 
 def _checked_class(optimizer_class: Any) -> type[Optimizer]:
-    """Return the class of the local optimizers; raise if it cannot be sharded."""
     known = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
     names = {cls.__name__ for cls in optimizer_class.__mro__} if known else {"none"}
     if names & {"none", "LBFGS", "ZeroRedundancyOptimizer", "DGCMomentum"}:
