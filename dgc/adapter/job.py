@@ -85,7 +85,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def of(self, process_set: Any = None, other: Any = None) -> Job:
-        """Return the ranks that a compressor or its wrapper was given; if neither was given any, return these."""
+        """Return the ranks of ``process_set`` (a compressor's) or ``other`` (its wrapper's); without both, these."""
 
     @abc.abstractmethod
     def op_name(self, op: object) -> str:
