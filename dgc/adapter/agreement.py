@@ -1,11 +1,11 @@
-"""Comparisons between ranks before any gradient is sent: of options, parameters and the parameters' values.
+"""Compare options, parameters and the parameters' values between ranks, before any gradient is sent.
 
 Ranks that disagree on an option or on a parameter would hang, or decode each other's messages wrongly. So every rank
 describes itself at construction, and all ranks compare the descriptions. A difference, or an error on one rank, becomes
 an error on every rank.
 
-Once per compressor the ranks also compare a few values of every parameter. Without a broadcast, each rank would train a
-different model: the averaged gradients would fit none of them, but the loss might still go down.
+Once per compressor the ranks also compare a few values of every parameter. If a script has not broadcast the initial
+parameters, each rank trains a different model. The averaged gradients fit none of them, but the loss may still fall.
 
 P = number of ranks.
 """
@@ -55,7 +55,7 @@ def require_agreement(
         DGCError: the descriptions differ. The error is of class ``error``. It names the first key that differs, in
             rank 0's order, with each rank's value.
         RemoteError: another rank failed. If its error is one of this package's, that class is raised instead.
-        TransportError: the ranks could not be asked.
+        TransportError: a collective failed.
     """
     descriptions = gather_if_different(transport, description)
     if descriptions is None:
@@ -179,7 +179,7 @@ _SAMPLES = 8
 
 
 def sample_places(numel: int) -> np.ndarray:
-    """Return the places of the elements of a flat tensor to compare: at most 8 int64, spread over the tensor."""
+    """Return up to 8 places, int64, spread over a flat tensor. The ranks compare the elements there."""
     return np.unique(np.linspace(0, numel - 1, _SAMPLES).astype(np.int64)) if numel else np.empty(0, np.int64)
 
 
@@ -202,7 +202,7 @@ def require_replicas(
 
     Raises:
         ConfigError: a tensor differs between ranks; the message names the first such tensor.
-        TransportError: the ranks could not be asked.
+        TransportError: a collective failed.
     """
     own = np.concatenate([*(np.asarray(v, np.float64).reshape(-1) for v in values.values()), np.asarray(sums, float)])
     if own.size == 0:

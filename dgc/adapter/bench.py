@@ -1,8 +1,8 @@
 """``python -m dgc bench``: measure the time of a step's exchange in this job: dense, in 16 bits, and with DGC.
 
-DGC sends as many entries as ``steps=`` chooses for a training of the given length with the given optimizer. The command
-times real exchanges of one tensor over the job's transport, while no backward pass runs. The slowest rank's time
-counts. The time for a larger model is computed in proportion to its size; for other ranks see :func:`predict`.
+``--sparsity`` sets the share of entries that DGC sends. Without it, ``steps=`` chooses the share. The command times
+real exchanges of one tensor over the job's transport, while no backward pass runs. The slowest rank's time counts. The
+time for a larger model is computed in proportion to its size; for other numbers of ranks see :func:`predict`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Costs:
     sparse: tuple[float, ...]
 
     def advice(self, training: Training) -> str:
-        """Return the option to set: a dense one unless compression saves a tenth of the time of the training."""
+        """Return the fastest option, or "stay dense" if a dense exchange takes at most 1.1 times as long."""
         steps = [phase.steps for phase in training.phases]
         sparse = sum(n * seconds for n, seconds in zip(steps, self.sparse, strict=True)) / sum(steps)
         least = min(self.half, sparse)
@@ -101,12 +101,14 @@ class Costs:
 
 
 class Found(NamedTuple):
-    """What was measured, in seconds: a step that gathers, a step with owners, and what :func:`predict` needs.
+    """The measured times, in seconds.
 
     Attributes:
-        applied: the part of the last phase's gathered step in which received entries are added up.
-        a_round: a ring's round.
-        a_byte: a byte that passes through a rank.
+        costs: a dense step, a step in 16 bits, and each phase's step with gathering.
+        owners: the last phase's step with owners (reduce-scatter).
+        applied: adding up the received entries in the last phase's step with gathering.
+        a_round: one round of a ring.
+        a_byte: one byte that passes through a rank.
     """
 
     costs: Costs
@@ -117,21 +119,21 @@ class Found(NamedTuple):
 
 
 def loads(layout: Layout, config: DGCConfig, density: float, ranks: int) -> np.ndarray:
-    """Return a rank's loads, each as :meth:`BucketPlan.load`, in three steps: dense, gathered and with owners."""
+    """Return :meth:`BucketPlan.load`, summed over the buckets, for three steps: dense, gathered, with owners."""
     ways = ((None, False), (density, False), (density, True))
     plans = [[entry_plan(b, config, each, ranks, deals=deals) for b in layout.buckets] for each, deals in ways]
     return np.array([np.sum([plan.load(ranks) for plan in each], axis=0) for each in plans])
 
 
 def predict(found: Found, ranks: int, sizes: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Return the seconds of a step (dense, gathered, with owners) by number of ranks, from what ``ranks`` ranks found.
+    """Return the seconds of a step (dense, gathered, with owners) by number of ranks.
 
-    A step takes the time of its collectives, a time for each entry that a rank adds up, and a fixed time. ``sizes`` has
-    the :func:`loads` by number of ranks.
+    A step takes the time of its collectives, a time for each entry that a rank adds up, and a fixed time. ``found`` was
+    measured on ``ranks`` ranks, and ``sizes`` has the :func:`loads` by number of ranks.
     """
 
     def row(seconds: np.ndarray, load: np.ndarray) -> np.ndarray:
-        """Return the seconds, with those of gathering where owners would save nothing."""
+        """Return the seconds. If no bucket uses owners, repeat those of gathering."""
         return seconds if (load[1] != load[2]).any() else seconds[[0, 1, 1]]
 
     prices = np.array([found.a_round, found.a_byte, found.applied / max(sizes[ranks][1, 2], 1)])
@@ -141,9 +143,9 @@ def predict(found: Found, ranks: int, sizes: dict[int, np.ndarray]) -> dict[int,
 
 
 def measure(transport: Transport, elements: int, training: Training, *, defers: bool = False) -> Found:
-    """Return the seconds for a model of ``elements`` parameters, the same on all ranks. Collective.
+    """Measure steps for a model of ``elements`` parameters. Every rank returns the slowest rank's times. Collective.
 
-    If ``defers``, received entries are applied one by one, as plain SGD does in PyTorch on a CPU.
+    If ``defers``, the sums of entries are not written into dense results, as with plain SGD in PyTorch on a CPU.
     """
     rows = min(_ROWS, max(1, elements // _COLUMNS))
     config = training.config

@@ -35,7 +35,7 @@ def checked_tensors(value: object, algorithm: str, name: str, advice: str) -> li
 
 
 def require_momentum_source(optimizer: object, config: DGCConfig, given: str) -> None:
-    """Require a momentum, or an optimizer that has a momentum; ``given`` names the argument that holds the tensors."""
+    """Require ``momentum=`` or ``optimizer=``; ``given`` names the argument that holds the tensors."""
     if optimizer is None and config.momentum is None:
         raise ConfigError(
             f"Compression.{config.algorithm}({given}) also needs optimizer=, to take its momentum over; pass it, or "
@@ -106,5 +106,5 @@ def warn_of_unmatched(option: str, patterns: Iterable[str], names: Sequence[str]
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn, but only once in a process."""
+    """Warn, but only once in a process about each text."""
     warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -186,7 +186,7 @@ class CompressorBase(Generic[EngineT]):
         return {**self.__dict__, "_observers": []}
 
     def describe(self) -> dict[str, Any]:
-        """Describe the compressor for a log: step, density, end of the ramp-up, shares, buckets, exchange, transport.
+        """Describe the compressor for a log: its step, density, ramp-up, buckets, exchange, transport and more.
 
         The dictionary is empty before the compressor is bound.
         """
@@ -195,7 +195,8 @@ class CompressorBase(Generic[EngineT]):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: residuals, momentum buffers, step. It differs between ranks; never broadcast it.
 
-        Before the compressor is bound, this is the loaded state, or an empty one (also after ``resize=True``).
+        Before the compressor is bound, this is the loaded state. It is empty if none was loaded, or one was loaded with
+        ``resize=True``.
 
         Raises:
             LayoutError: it was called in the middle of a step, or after a step that failed.
@@ -272,7 +273,7 @@ class CompressorBase(Generic[EngineT]):
         return require_states(state, resize)
 
     def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """Return this rank's state from ``states``, checked; {} resets."""
+        """Check ``states`` and return this rank's part, or {} for a reset."""
         assert self.engine is not None
         if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
             return {}

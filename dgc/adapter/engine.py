@@ -42,7 +42,7 @@ class EngineBase(abc.ABC):
         advice: what to do when the ranks' tensors differ, for the error.
         names: the tensors' names, in registration order.
         transport: connects the ranks; the engine closes it.
-        between: carries gradients: ``transport``, or with ``hierarchical`` a transport that connects nodes.
+        between: the transport that carries gradients; with ``hierarchical``, one that connects nodes.
         adoption: the options that were taken over from the optimizer.
         layout: the layout of all tensors. Once it is known which tensors are exchanged, it holds only these.
         observers: functions that are called with the figures of each step.

@@ -37,7 +37,7 @@ SHUT_DOWN = (
 
 Own = TypeVar("Own", bound="Horovod")
 
-_instances = itertools.count()  # numbers of this process' users of tensor names, so that no two share a name
+_instances = itertools.count()  # each unique_name() gets the next number
 
 
 class ProcessSet(Protocol):
@@ -85,7 +85,7 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def of(self, process_set: Any = None, other: Any = None) -> Job:
-        """Return the ranks that a compressor or its wrapper was given; if neither was given any, return these."""
+        """Return the ranks of ``process_set`` (a compressor's) or ``other`` (its wrapper's); without both, these."""
 
     @abc.abstractmethod
     def op_name(self, op: object) -> str:
@@ -272,7 +272,7 @@ class Horovod(Job):
 
     def unique_name(self, prefix: str) -> str:
         """Return a prefix of tensor names that nothing else in the job uses. Collective."""
-        # Other process sets may have made the members count differently; the largest number is new to all of them.
+        # A member that is also in other process sets may have counted further. The largest number is new to all.
         numbers = self.gather(next(_instances), f"{prefix}.number")
         return f"{prefix}.{self.members.process_set_id}.{max(numbers)}"
 

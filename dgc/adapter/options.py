@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Options about a rank's surroundings, apart from the mathematics, whose options are in ``DGCConfig``."""
+    """Options that only adapters use. ``DGCConfig`` has those of the core."""
 
     # The library that carries the messages; "auto" takes MPI if Horovod runs on MPI, else Horovod or torch.distributed.
     transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport = "auto"

@@ -139,7 +139,7 @@ class PaddleOptions:
         self.to_config([])
 
     def core_options(self, parameters: Sequence[Parameter]) -> dict[str, Any]:
-        """Return the options with which ``Compression.dgc`` treats these parameters as Paddle does, except momentum.
+        """Return the options, except momentum and decay, that make ``Compression.dgc`` do what Paddle does.
 
         The core compresses no 1-D tensors and ignores types. Paddle's rules for both become name patterns.
         """

@@ -414,7 +414,7 @@ class IntegerValues(_Quantized):
     scales = 1
 
     def __init__(self, bits: int) -> None:
-        """Use 8 bits for 255 levels, or 3 bits for 7 levels, which suit small tensors: most elements become 0."""
+        """Use 8 bits (255 levels) or 3 bits (7 levels: most elements of a small tensor become 0)."""
         self.bits, self.name = bits, f"int{bits}"
         self.id: int = ValueCodecId[self.name.upper()]
 

@@ -60,7 +60,7 @@ _RESERVED = bytes(LAYOUT["reserved"].itemsize)
 class Flags(enum.IntFlag):
     """Flags of a message. All other bits must be 0."""
 
-    NONFINITE = 1  # the sender's gradient has a value that is not finite: the step is refused on every rank
+    NONFINITE = 1  # the sender met a value that is not finite: the step is refused on every rank
     ERROR = 2  # the sender failed: error_code and error_parameter say how, and there are no entries
     JOINED = 4  # the sender has no data: its gradients are 0, and its fingerprint is not compared
     BY_TRAINING = 8  # with JOINED: from the next step on, averages are over the ranks that have not joined
@@ -208,9 +208,9 @@ PART_MAGIC = b"DGCp"
 # How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
 SUMS_PER_ENTRY: float = 4
 
-# The codec of an owner's sums, if it differs from the codec of entries. A sum of rounded entries is rounded again. At
-# about equal bytes, the final loss of a small GPT was above that with gathering: by 0.055 with eight sums of two bits,
-# by 0.021 with four sums of eight bits.
+# The codec of an owner's sums, if it differs from the codec of entries. A sum of rounded entries is rounded again.
+# The final loss of a small GPT was higher than with gathering: by 0.055 with eight 2-bit sums for each entry, by 0.021
+# with four 8-bit sums, which take about as many bytes.
 SUM_VALUES = {"int2": "int8"}
 
 # A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
@@ -310,7 +310,7 @@ class BucketPlan:
         self.inline_bytes_at = self.coded_bytes_at + self.coded_bytes
 
     def load(self, ranks: int) -> tuple[int, float, int]:
-        """Return a step's rounds of rings, bytes through a rank and entries that it adds up, on ``ranks`` ranks."""
+        """Return a step's rounds of rings, the bytes that pass through a rank, and the entries that it adds up."""
         others, entries = ranks - 1, self.vector_size if self.mode is Mode.SUM else ranks * self.most_entries
         rounds, nbytes = others, float(others * self.message_bytes)
         if self.dealing:
@@ -402,7 +402,7 @@ def plan_for(
 
 
 def _small_codec(bucket: Bucket, name: str, ranks: int, dealing: Dealing | None) -> SmallCodec | None:
-    """Return the codec of the bucket's small tensors; None without such tensors, or if an allreduce is cheaper."""
+    """Return the small tensors' codec; None if there are none, they are sent as float32, or an allreduce is cheaper."""
     if name == "float32" or not bucket.small_size:
         return None
     coder = SmallCodec(bucket, name)

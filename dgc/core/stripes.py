@@ -1,8 +1,8 @@
 """Assign each position of a bucket to a rank, its owner, which adds up the position's entries for all ranks.
 
 The positions are divided into stripes of consecutive elements. A *round* is one stripe for each rank. Every round
-begins with another rank, because a matrix' rows are often as long as several rounds, and large entries share columns.
-P = number of ranks.
+begins with another rank. Otherwise, in a matrix whose row is a multiple of a round, each column would have a single
+owner, and some owners would get most entries, because large entries share columns. P = number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def owners_of(positions: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _shift(rounds: Any) -> Any:
-    """Return the rotation of a round's owners, in ranks: an integer >= 0. ``rounds`` is one round, or (n,) rounds."""
+    """Return by how many ranks each round's owners are rotated. ``rounds`` is a round's number, or (n,) numbers."""
     return (rounds * _MIXER & 0xFFFFFFFF) >> 16
 
 
@@ -70,7 +70,7 @@ class Stripes:
 
     @cached_property
     def _ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where each sparsified tensor begins and all places end, (S + 1,) int64; where each tensor ends, (S,)."""
+        """(S + 1,) int64: where each sparsified tensor begins, then ``sparse_size``. (S,): where each tensor ends."""
         places = list(self.slices.values())
         starts = np.array([*(each.start for each in places), self.sparse_size], np.int64)
         return starts, np.array([each.stop for each in places], np.int64)

@@ -205,7 +205,7 @@ class Qsgd(Coded):
         return out
 
 
-# A deviation below this share of the largest magnitude is a rounding error, and must not be a limit for clipping.
+# A deviation below this share of the largest magnitude is a rounding error of a constant tensor, which is not clipped.
 CONSTANT = 1e-9
 
 
@@ -279,7 +279,6 @@ class Terngrad(Coded):
         """Return a tensor's largest magnitude, and the limit that it is clipped to."""
         largest, deviation = loops.spread(x)
         factor = self.options.clip_factor
-        # A constant tensor has a tiny deviation, from rounding.
         cut = factor is not None and deviation > CONSTANT * largest
         return largest, factor * deviation if cut else math.inf
 

@@ -181,7 +181,7 @@ class Topk(_Selection):
 
 
 def _beyond(threshold: float | np.floating[Any], x: np.ndarray, most: int) -> np.ndarray:
-    """Return the ascending positions of the entries of x above a magnitude, or only of the ``most`` largest ones."""
+    """Return the ascending positions where ``|x|`` is above the threshold; at most those of the ``most`` largest."""
     positions = np.flatnonzero(np.abs(x) > threshold)
     return positions[top_k(x[positions], most)] if positions.size > most else positions
 

@@ -2,8 +2,8 @@
 
 Gradients -> u, v and the dense vector -> message -> collectives -> results -> commit. The communication thread runs a
 step up to the results of sparsified tensors. The caller's thread writes the results of dense tensors, in
-:meth:`BucketStep.finish`, when it knows that all values of the step are finite: a refused step must not change their
-momentum.
+:meth:`BucketStep.finish`, when it knows whether all values of the step are finite: a refused step must not change
+their momentum.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BucketStep:
         plan: how the bucket is sent.
         count: entries that this rank has put into its message.
         flagged: whether a value is not finite on this rank; after the exchange, on any rank.
-        flagged_by: the ranks that met such a value before they sent anything.
+        flagged_by: the ranks that met such a value before they sent their message.
         is_out: whether this rank has sent its message. After that, the message cannot report an error any more.
         has_run: whether the bucket was exchanged.
         absent: after the exchange, each rank's digest of its parameters without a gradient.
@@ -180,7 +180,7 @@ class BucketStep:
         return self.count, nonfinite
 
     def _prepare(self) -> None:
-        """Prepare buffers once; move owned sums that this plan does not send into this rank's residuals."""
+        """Prepare the buffers, once. Move the sums that this rank owns into its residuals if it does not send them."""
         if self._is_prepared:
             return
         plan, self._is_prepared = self.plan, True

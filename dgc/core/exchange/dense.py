@@ -1,4 +1,4 @@
-"""The dense sum of a bucket: of dense tensors in every step, of all tensors if a dense sum takes fewer bytes."""
+"""A bucket's dense sum: of dense tensors; in dense steps, or if this takes fewer bytes, of all tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DenseVector:
 
         Args:
             bucket: the bucket.
-            kernels: the kernels that own its u.
+            kernels: the kernels whose memory holds u.
             own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
             keeps_error: whether the small tensors' coding error is kept and sent later.
         """
@@ -179,7 +179,7 @@ class DenseVector:
         for s, part in zip(self.segments, self._parts, strict=True):
             i, share = s.parameter, 1.0
             if s.offset < self._bucket.sparse_size:
-                share = self._own_share  # for a sparsified tensor, the vector holds this rank's share of the mean
+                share = self._own_share  # average() has multiplied a sparsified tensor's sum by it
             item = submissions[i]
             part.gradient, part.parameter, part.result, part.limit = None, item.parameter, item.result, item.limit
             part.scale = step.loss_scale / share

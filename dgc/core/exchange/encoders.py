@@ -307,10 +307,9 @@ _LABELS = ("name", "number", "source", "bits", "Options", "defaults", "_abc_impl
 
 
 def is_unchanged(row: type[Algorithm]) -> bool:
-    """Return whether a compressor encodes as one of this package's does. Then the kernels may select in its place.
+    """Return whether a class encodes like a compressor of this package. Then the kernels may select in its place.
 
-    A user's class may derive from a compressor of this package and send something else. Then its own methods must be
-    called.
+    A user's class that derives from such a compressor may send something else. Then its own methods must be called.
     """
     for each in row.__mro__:
         if vars(each).get("number") in OWN_NUMBERS:

@@ -32,7 +32,7 @@ LossScale = float | Callable[[], float | Callable[[], float]]
 
 
 class Exchange:
-    """The compressor of one model on one rank: :meth:`begin` a step, submit its gradients, then :meth:`finish`.
+    """The exchange of one model on one rank: :meth:`begin` a step, :meth:`submit` its gradients, then :meth:`finish`.
 
     Attributes:
         state: u, v and the step counter of this rank.
@@ -300,7 +300,7 @@ class Exchange:
             )
 
     def require_whole(self, what: str) -> None:
-        """Refuse to save the state in the middle of a step, or after a failed step, which may be half in the state."""
+        """Refuse to save the state in the middle of a step, or after a failed step: it may hold part of that step."""
         self.require_between_steps(what)
         latest = self.latest
         if latest.failure_pending or latest.stage is Stage.FAILED:

@@ -126,7 +126,7 @@ class Owners:
             SegmentWork(gradient=self._zeros[part], offset=part.start, length=part.stop - part.start, k=k)
             for part, k in zip(stripes.slices.values(), dealing.ks, strict=True)
         ]
-        # Learnt thresholds would be a state of the owner: a resumed run would select other sums.
+        # Do not learn thresholds: they are not saved, so a resumed run would select other sums.
         chosen = self._kernels.accumulate_and_select(work, self._zeros, left, new_thresholds(len(work)))
         values = dealing.second[rank].encode(chosen.positions, chosen.values, payload)
         left[chosen.positions] -= values
@@ -148,7 +148,6 @@ class Owners:
 
 
 def _count_entries(part: np.ndarray) -> int:
-    """Return how many entries a part holds."""
     magic, count = part[:_HEAD].view(PART_HEADER)[0].item()
     if magic != PART_MAGIC:
         raise WireError(f"it begins with {magic!r}, expected {PART_MAGIC!r}: it is damaged, or ranks are out of step")

@@ -9,7 +9,7 @@ import threading
 from dgc.core.exchange.step import Step
 from dgc.errors import DGCError, RemoteError, TransportError, unraised
 
-# How often this process was forked. Calling getpid() before every gradient would take longer.
+# A forked child counts one more than its parent. Calling getpid() before every gradient would take longer.
 _forks = 0
 
 
@@ -86,7 +86,7 @@ class LatestStep:
 
     @property
     def in_child(self) -> bool:
-        """Whether this process was forked from the one that exchanges. It has no thread, and its lock may be held."""
+        """Whether this process is a fork of the one that exchanges. Then it has no thread, and the lock may be held."""
         return self._process != _forks
 
     @property

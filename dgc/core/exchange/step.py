@@ -87,10 +87,10 @@ class Submissions(dict[int, Submission]):
 class Hyper:
     """Momentum, Nesterov and weight decay in one step, by parameter.
 
-    The core does not use learning rates; the ranks must share them.
+    The core does not use learning rates, but requires that they are equal on all ranks.
 
     Attributes:
-        gain: the factor of a clipped gradient before it is added to u: 1, or less if u is a running mean.
+        gain: a clipped gradient is multiplied by this before it is added to u: 1, or less if u is a running mean.
         learning_rates: those of the optimizer's parameter groups, if the adapter knows them.
         restored: whether residuals and momentum were dropped before this step, because a state was loaded into the
             optimizer.
@@ -164,8 +164,7 @@ class Step:
     Attributes:
         number: counted from 0.
         density: share of the entries to send; None in a dense step.
-        fingerprint: a hash of the values that must be equal on all ranks in this step: layout, momentum, Nesterov,
-            weight decay and learning rates.
+        fingerprint: a hash of the values that must be equal on all ranks in this step: the layout and ``hyper``.
         scales: the factor by which each parameter's gradient is multiplied first: gain * weight / loss scale, times the
             clipping factor once :class:`~dgc.core.exchange.pipeline.Clipping` has set it.
         joined: the flags, by rank, of the ranks that take part without data; known when the messages have arrived.
