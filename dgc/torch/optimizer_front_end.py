@@ -140,6 +140,7 @@ class OptimizerFrontEnd(FrontEnd):
             )
         if (optimizer := self.owner) is not None:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        self._waiting = Waiting.NOTHING
         self.engine.results_cleared()
 
     # -- in backward(): collect --------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ class OptimizerFrontEnd(FrontEnd):
         if self._waiting is not Waiting.GRADIENTS and self.only_makes_state(optimizer):
             self.engine.saved.made_state()
             return
-        if exchanging is not None and self.engine.by_scaler and steps_by_scaler():
+        if exchanging is not None and steps_by_scaler():
             # Unless unscale_() was called, the scaler's step() has divided the gradients by its scale, without changing
             # their version counters.
             self._fail_changed(exchanging)

@@ -4,8 +4,10 @@ import warnings
 
 import horovod.torch as hvd
 import torch
-from models import EXACT, assert_replicas_identical, loss_of, make_model, sgd, train, wrap
+from models import EXACT, assert_replicas_identical, flat, loss_of, make_model, on_every_rank, sgd, train, wrap
 from worker_tools import case
+
+from dgc.errors import LayoutError
 
 
 def scaled_step(optimizer, model, scaler, step, factor=1.0):
@@ -107,6 +109,22 @@ def a_scaler_that_the_compressor_does_not_know_is_told_once(way, kind):
     told = [str(w.message) for w in caught if "GradScaler" in str(w.message)]
     assert len(told) == (kind == "unknown")
     assert all("loss_scale=scaler" in text for text in told)
+
+
+@case(known=("as a function", "as a number", "not at all"))
+def a_scaler_that_divides_gradients_during_their_exchange_is_noticed(known):
+    """A scaler does so in its step(), unless the script has called synchronize()."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options = {"as a function": {"loss_scale": lambda: scaler.get_scale()}, "as a number": {"loss_scale": 1024.0}}
+    model = make_model()
+    optimizer, _ = wrap("b", model, sgd(model), sparsity=0.9, **options.get(known, {}))
+    if known == "not at all":
+        train(optimizer, model, 1)
+        optimizer.zero_grad()
+    before = flat(model).clone()
+    scaler.scale(loss_of(model, 1)).backward()
+    on_every_rank(LayoutError, "was changed or replaced while it was exchanged", lambda: scaler.step(optimizer))
+    assert torch.equal(flat(model), before)
 
 
 @case

@@ -128,6 +128,46 @@ def changes_are_compared_in_each_step_that_hands_back_results(way):
 
 
 @case
+def gradients_that_a_script_sets_after_a_step_that_it_left_out_are_averaged():
+    models = []
+    for kind in ("dense", "b"):
+        model = make_model()
+        optimizer, compression = distribute(
+            kind, model, sgd(model, momentum=0.0), {}, **({} if kind == "dense" else EXACT)
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            if step == 1:
+                optimizer.zero_grad()
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, 0.1 * (1 + hvd.rank())) if p.requires_grad else None
+            quiet(optimizer.step)
+        assert_replicas_identical(model)
+        models.append(model)
+        close(compression)
+    assert worst_difference(*models) <= 1e-5
+
+
+@case
+def a_rank_without_a_batch_takes_part_after_a_step_that_the_script_left_out():
+    model = make_model()
+    optimizer, compression = wrap("b", model, sgd(model), sparsity=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        if step != 1 or hvd.rank() == 0:
+            loss_of(model, step).backward()
+        if step == 0:
+            optimizer.synchronize()
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+    assert compression.describe()["step"] == 3
+    assert_replicas_identical(model)
+
+
+@case
 def a_gradient_that_was_taken_out_after_synchronize_leaves_its_parameter_alone():
     """AdamW would decay a parameter whose gradient is 0."""
     model = make_model()
