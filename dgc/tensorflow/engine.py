@@ -326,6 +326,7 @@ class Engine(EngineBase):
         """Raise an error on all ranks if a callback has ended ``fit()`` on only some of them."""
         ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & ENDED)
         if 0 < len(ended) < self.between.size:
+            self.exchange.joined = {}
             raise ConfigError(
                 f"a callback has ended fit() on rank {ended[0]} while others still train: a callback such as "
                 "EarlyStopping must see the same values on all ranks; place MetricAverageCallback before it in the "

@@ -81,7 +81,7 @@ def test_no_rank_changes_anything_when_one_cannot_load():
         (lambda states: [states[0], {**states[1], "step": 5}], "saved its state in step 5, rank 0 in step 1"),
         (lambda states: [states[0], {**states[1], "parameters": {"a": {}}}], "another model"),
         (lambda states: [states[0], {**states[1], "parameters": 3}], "no parameters"),
-        (lambda states: [states[0], None], "old rank 1 on this rank"),
+        (lambda states: [states[0], None], "needs the state of old rank 1"),
         (lambda states: [states[0]] * 3, "all 2 old ranks"),
     ],
 )

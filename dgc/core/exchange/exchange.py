@@ -332,13 +332,14 @@ class Exchange:
         require_place(saved, op=self.config.op, **self.transport.rank_info())
         self.state.load(saved)
         self.latest.recover()
+        self.joined = {}
 
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics. All ranks must call it together."""
         self.abandon()
         self.latest.recover()
         self.state.reset()
-        self.stats = Stats()
+        self.stats, self.joined = Stats(), {}
 
     def abandon(self) -> bool:
         """Give up an unfinished or broken step. All ranks must call it.

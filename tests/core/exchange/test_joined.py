@@ -1,5 +1,6 @@
 """Ranks without data: they take part with zeros and the joined flag, until no rank has data."""
 
+import numpy as np
 import pytest
 from exchange_tools import gradients, on_ranks, run_step
 from fake_device import fake_kernels, needs_compiler
@@ -60,3 +61,18 @@ def test_a_step_in_which_some_ranks_have_joined_is_committed_on_all(make_kernels
             assert exchange.residual_norm() < norm / 2, "a rank without data goes on sending its residual"
 
     on_ranks(2, steps, kernels=make_kernels(), **OPTIONS["selected"])
+
+
+@pytest.mark.parametrize("recover", ["reset", "load_state_dict"])
+def test_a_state_begins_without_joined_ranks(recover):
+    """With the flag BY_TRAINING, the mean of the next step is that over the ranks that have not joined."""
+
+    def steps(exchange, rank):
+        saved = exchange.state_dict()
+        joins = Flags.JOINED | Flags.BY_TRAINING if rank else 0
+        run_step(exchange, gradients(0, rank), options=StepOptions(joins=joins))
+        exchange.reset() if recover == "reset" else exchange.load_state_dict(saved)
+        results = run_step(exchange, [np.ones_like(g) for g in gradients(1, rank)])[1]
+        assert all(np.allclose(each, 1.0) for each in results)
+
+    on_ranks(2, steps, sparsity=0.0, values="float32", small="float32")
