@@ -280,7 +280,7 @@ class CompressorBase(Generic[EngineT]):
         own: dict[str, Any] = states[0]
         transport = self.engine.transport
         if resize:
-            own = own_state(states, transport.rank, transport.size, self.config.rampup_begin_step, op=self.config.op)
+            own = own_state(states, transport.rank, transport.size, self._saved_begin(), op=self.config.op)
         elif own.get("inactive"):
             raise LayoutError(
                 "the saved compressor state comes from a job of one process, which keeps no residuals; do not load it, "
@@ -288,6 +288,10 @@ class CompressorBase(Generic[EngineT]):
             )
         self.engine.require_loadable(own)
         return own
+
+    def _saved_begin(self) -> int:
+        """Return the first compressed step of the job whose states are loaded with ``resize=True``."""
+        return self.config.rampup_begin_step
 
     def reset(self) -> None:
         """Forget residuals, momentum buffers, the step and the statistics. Call it on all ranks."""

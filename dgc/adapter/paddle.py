@@ -188,6 +188,15 @@ def warn_of_one_process() -> None:
     warnings.warn("DGCMomentum with one process compresses nothing", RuntimeWarning, stacklevel=4)
 
 
+def warn_of_kept_residuals() -> None:
+    """Warn that one process has loaded gradients that several ranks had not sent."""
+    warnings.warn(
+        "one process sends nothing, so the loaded residuals move no parameter; they stay in state_dict()",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 @contextlib.contextmanager
 def as_state_error() -> Iterator[None]:
     """Turn a LayoutError about a state into a StateError."""

@@ -6,12 +6,14 @@ from it, as from any SGD. This module adds Paddle's arguments, regularizers, ``m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.job import errors_on_all_ranks
@@ -27,6 +29,7 @@ from dgc.adapter.paddle import (
     coefficient,
     one_rate,
     require_keys,
+    warn_of_kept_residuals,
     warn_of_one_process,
 )
 from dgc.core.collectives import Transport
@@ -41,6 +44,11 @@ _COMPARED = ("lr", "momentum", "nesterov", "weight_decay", "l1")  # options of a
 
 class _Compressor(DGCCompressor):
     works_alone = True  # even in one process, it applies the momentum and the L1 decay
+    saved_begin = 0
+
+    @override
+    def _saved_begin(self) -> int:
+        return self.saved_begin
 
 
 class DGCMomentum(torch.optim.SGD):
@@ -108,7 +116,12 @@ class DGCMomentum(torch.optim.SGD):
             self.options = PaddleOptions(**{f.name: arguments[f.name] for f in fields(PaddleOptions)})
             self.options.check_ranks(link.size)
             nesterov, factor = self.options.use_nesterov, float(self.options.momentum)
-            super(DGCMomentum, self).__init__(params, self.options.learning_rate, factor, nesterov=nesterov)
+            rate = self.options.learning_rate
+            if not (isinstance(rate, (float, torch.Tensor)) and math.isfinite(rate) and rate >= 0):
+                raise ConfigError(
+                    f"learning_rate is {rate!r}; allowed: a number >= 0. Schedules are torch's lr_scheduler"
+                )
+            super(DGCMomentum, self).__init__(params, rate, factor, nesterov=nesterov)
             self._part_regularized()
             return self._described(self.param_groups)
 
@@ -119,7 +132,9 @@ class DGCMomentum(torch.optim.SGD):
             warn_of_one_process()
             options["rampup_begin_step"] = NEVER
         options.update(transport=link, process_set=process_set, loss_scale=loss_scale)
-        DistributedOptimizer(self, named, _Compressor(options))
+        compression = _Compressor(options)
+        compression.saved_begin = self.options.rampup_begin_step
+        DistributedOptimizer(self, named, compression)
         self._read_l1()
 
     def minimize(self, loss: torch.Tensor) -> tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -180,6 +195,8 @@ class DGCMomentum(torch.optim.SGD):
         assert engine is not None
 
         def look() -> dict[str, Any]:
+            if not states:
+                raise StateError("load_state_dict got an empty list; give it the states of all old ranks")
             for state in states:
                 require_keys(state, ("state", "param_groups", "compression"))
                 self._require_fitting(state)
@@ -192,6 +209,8 @@ class DGCMomentum(torch.optim.SGD):
             self.compression.load_state_dict(own[0] if isinstance(state_dict, Mapping) else own, resize)
         super().load_state_dict({key: value for key, value in states[0].items() if key != "compression"})
         self._read_l1()  # a loaded group brings its own
+        if engine.transport.size == 1 and self.compression.residual_norm > 0:
+            warn_of_kept_residuals()
 
     set_dict = load_state_dict  # Paddle's name
 

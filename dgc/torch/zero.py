@@ -9,26 +9,26 @@ import itertools
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.job import errors_on_all_ranks
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.distributed import DistributedJob, TorchJob, ddp_over, job_of
+from dgc.torch.momentum import DGCMomentum
 from dgc.torch.packing import gather_packed, packed, unpacked
 from dgc.torch.untraced import untraced
 
 Group = dict[str, Any]
 
 _NO_OPTIONS = ("params", "param_names")
-_TAKEN = ("optim", "optimizer_class", "_job", "_transport", "_owners", "_buckets", "_consolidated", "_loads")
 
 _ADVICE = (
     "Set the same options, learning rates above all, on every rank: give schedulers such as ReduceLROnPlateau a value "
@@ -37,16 +37,42 @@ _ADVICE = (
 )
 
 
-class ZeroRedundancyOptimizer(Optimizer):
-    """A sharded torch optimizer: every rank holds and steps its share of the parameters, about 1/P of the elements.
+def assign_owners(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Choose, for each group, the rank that owns each parameter.
 
-    After its update it broadcasts the new values, so that all ranks hold the same bits after every step. Gradients must
-    have been averaged before ``step()``: by ``DistributedDataParallel``, or by Horovod's or dgc's
+    The largest parameters of a group are placed first, each on the rank with the fewest elements. Loads are carried
+    from group to group, so that the model is balanced and later groups do not change earlier owners. Ties go to the
+    lower rank, and among parameters to the earlier one.
+
+    Args:
+        groups: for each group, each parameter's number of elements.
+        size: P.
+
+    Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (stage 1); greedy scheduling after Graham 1969.
+    """
+    loads, found = [0] * size, []
+    for numels in groups:
+        owners = [0] * len(numels)
+        for i in sorted(range(len(numels)), key=lambda i: -numels[i]):
+            owners[i] = loads.index(min(loads))
+            loads[owners[i]] += numels[i]
+        found.append(owners)
+    return found
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """A sharded torch optimizer: every rank holds and steps its share of the parameters.
+
+    Each rank keeps the optimizer state of about 1/P of the elements. After its update it broadcasts the new values to
+    the other ranks, so that all ranks hold the same bits after every step.
+
+    Gradients must have been averaged before ``step()``: by ``DistributedDataParallel``, or by Horovod's or dgc's
     ``DistributedOptimizer`` around this optimizer.
 
     ``param_groups`` hold all parameters, so schedulers and ``zero_grad`` work as with any optimizer. All ranks must
-    call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` at the same point. The optimizer
-    cannot be copied or pickled; save its ``state_dict()``.
+    call the constructor, ``step``, ``add_param_group`` and ``consolidate_state_dict`` at the same point.
+
+    The optimizer cannot be copied or pickled; save its ``state_dict()``.
 
     Attributes:
         optim: the local optimizer of this rank's share.
@@ -75,50 +101,57 @@ class ZeroRedundancyOptimizer(Optimizer):
         process_set: Any = None,
         **defaults: Any,
     ) -> None:
-        """Shard an optimizer. Collective over its ranks. docs/zero.md has a table of the arguments.
+        """Shard an optimizer. Collective over its ranks.
+
+        Args:
+            params: parameters, (name, parameter) pairs or group dicts, the same on every rank.
+            optimizer_class: class of the local optimizers, such as ``torch.optim.Adam``. It must update each parameter
+                separately: a class that computes a norm or a step size over several parameters would see only a share.
+            group: a ``torch.distributed`` process group, or a ``hvd.ProcessSet``; None means all ranks, those of
+                Horovod if it is initialised, else those of torch.distributed.
+            parameters_as_bucket_view: keep each rank's parameters in one flat buffer per device (``p.data`` becomes a
+                view of it), which is sent in one broadcast instead of one for each parameter.
+            overlap_with_ddp: must be False.
+            process_group: another name for ``group``.
+            process_set: another name for ``group``.
+            **defaults: options of the local optimizers.
 
         Raises:
-            TypeError: ``params`` or ``group`` has a wrong type.
-            ConfigError: (a ValueError) another argument is wrong, or neither Horovod nor torch.distributed is
-                initialised.
+            TypeError: ``params``, ``optimizer_class`` or ``group`` has a wrong type.
+            ConfigError: (a ValueError) ``overlap_with_ddp`` is True, the class cannot be sharded, or neither Horovod
+                nor torch.distributed is initialised.
             LayoutError: (a ValueError) parameters are sparse, complex, of different types, listed twice or in the same
                 memory; or parameters or options differ between ranks.
             RemoteError: another rank met one of these errors.
         """
-        if optimizer_class is None and isinstance(params, _OwnedGroups):
-            # Horovod derives a class from this one, and builds an object of it from the groups alone.
-            origin: Any = params.owner()
-            Optimizer.__init__(self, list(params), origin.defaults)
-            self.__dict__.update({name: vars(origin)[name] for name in _TAKEN})
-            self._settle()
+        if optimizer_class is None and isinstance(params, _OwnedGroups):  # Horovod builds an object of a derived class
+            self._take_over(params)
             return
         with errors_on_all_ranks(job_of()):
             self._job = _job_among(group, process_group, process_set)
         self._job.require_ready()
         self._transport = self._job.make_transport()
-        # Of each bucket: the owner, the flat buffer, the parameters in it and their addresses. None without buckets.
-        self._buckets: list[tuple[int, Tensor, list[Tensor], list[int]]] | None
-        self._buckets = [] if parameters_as_bucket_view else None
-        self._consolidated: dict[Any, Any] | None = None  # by the parameters' numbers, counted over all groups
+        self._flat: list[tuple[int, Tensor]] | None = [] if parameters_as_bucket_view else None
+        self._places: list[tuple[Tensor, Tensor]] = []  # parameters in flat buffers, and their parts of them
+        self._consolidated: dict[Any, Any] | None = None
         self._loads = 0  # states loaded so far
 
         def build() -> dict[str, Any]:
             if overlap_with_ddp:
-                raise ConfigError("overlap_with_ddp=True is not supported; leave it out")
+                raise ConfigError(
+                    "overlap_with_ddp=True is not supported; leave it out: gradients are averaged during the backward "
+                    "pass, and parameters are sent after the update"
+                )
             self.optimizer_class = _checked_class(optimizer_class)
             if isinstance(params, (set, frozenset)):
                 raise TypeError("params is a set, whose order differs between ranks; give a list")
             Optimizer.__init__(self, params, dict(defaults))
-            self._assign_owners()
-            self.optim = self.optimizer_class(self._local_groups(self._transport.rank), **defaults)
+            self._share_out()
+            self.optim = self.optimizer_class(self._local_groups(), **defaults)
             return {
                 "optimizer_class": self.optimizer_class.__name__,
                 "parameters_as_bucket_view": bool(parameters_as_bucket_view),
-                **{
-                    f"group {g} parameter {i}": f"{tuple(p.shape)} {p.dtype}"
-                    for g, group in enumerate(self.param_groups)
-                    for i, p in enumerate(group["params"])
-                },
+                **{name: f"{tuple(p.shape)} {p.dtype}" for name, p in zip(self._names(), self._all(), strict=True)},
                 **{f"option {key}": _comparable(value) for key, value in defaults.items()},
                 **self._options(),
             }
@@ -129,33 +162,30 @@ class ZeroRedundancyOptimizer(Optimizer):
         self.defaults = {**self.optim.defaults, **self.defaults}
         self._settle()
 
-    def _assign_owners(self) -> None:
-        """Choose the rank that owns each parameter of each group.
+    def _take_over(self, groups: _OwnedGroups) -> None:
+        """Take all that the owner of ``groups`` has; Horovod has derived this object's class from the owner's."""
+        origin = groups.owner()
+        assert origin is not None, "Horovod holds it"
+        taken = ("optim", "optimizer_class", "_job", "_transport", "_owners", "_flat", "_places", "_consolidated")
+        Optimizer.__init__(self, list(groups), origin.defaults)
+        self.__dict__.update({name: vars(origin)[name] for name in (*taken, "_loads")})
+        self._settle()
 
-        The largest parameters of a group are placed first, each on the rank with the fewest elements. Loads are carried
-        from group to group, so that the model is balanced and later groups do not change earlier owners. Ties go to the
-        lower rank, and among parameters to the earlier one.
-
-        Source: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (stage 1); greedy scheduling after Graham 1969.
-        """
-        _require_shardable(self._all())
-        loads = [0] * self._transport.size
-        self._owners: list[list[int]] = []
-        for group in self.param_groups:
-            numels = [p.numel() for p in group["params"]]
-            owners = [0] * len(numels)
-            for i in sorted(range(len(numels)), key=lambda i: -numels[i]):
-                owners[i] = loads.index(min(loads))
-                loads[owners[i]] += numels[i]
-            self._owners.append(owners)
+    def _share_out(self) -> None:
+        _require_shardable(self.param_groups)
+        numels = [[p.numel() for p in group["params"]] for group in self.param_groups]
+        self._owners = assign_owners(numels, self._transport.size)
 
     def _settle(self) -> None:
         for group, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-            for name, value in _options_of(local).items():
-                group.setdefault(name, value)  # this keeps options that a scheduler has set
-        self.param_groups = _OwnedGroups(self.param_groups)
-        self.param_groups.owner = weakref.ref(self)
-        self._fill_buckets()
+            for name, value in local.items():  # setdefault keeps options that a scheduler has set
+                if name not in _NO_OPTIONS:
+                    group.setdefault(name, value)
+        if not isinstance(self.param_groups, _OwnedGroups):
+            self.param_groups = _OwnedGroups(self.param_groups)
+            self.param_groups.owner = weakref.ref(self)
+        self._known = self._ids()
+        self._fill_buffers()
         self._ready = True
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -173,9 +203,11 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Raises:
             ConfigError: the gradients are not averaged over the ranks of this optimizer.
-            LayoutError: the ranks disagree about the groups' options, or ``param_groups`` were changed by hand.
+            LayoutError: the ranks disagree about the groups' options, for instance learning rates; or ``param_groups``
+                were changed by hand.
             RemoteError: the update failed on another rank. Ranks whose update succeeded have changed their own share;
                 the next step makes all ranks equal.
+            TransportError: the new values could not be sent.
         """
         results = []
 
@@ -186,53 +218,50 @@ class ZeroRedundancyOptimizer(Optimizer):
                     "gradients that are not averaged: call the closure, then step() without it"
                 )
             self._require_averaging_ranks()
+            self._require_known_parameters()
             with torch.enable_grad():
                 loss = None if closure is None else closure()  # it may change the groups' options
-            self._prepare()
+            _copy_options(self.param_groups, self.optim.param_groups)
             returned = self.optim.step(**kwargs)
             results.append(returned if closure is None else loss)
-            for group, local in zip(self.param_groups, self.optim.param_groups, strict=True):
-                group.update(_options_of(local))
+            _copy_options(self.optim.param_groups, self.param_groups)
             return {**self._options(), "states loaded": self._loads}
 
         agree_or_raise(self._transport, update, "options of the sharded optimizer", LayoutError, _ADVICE)
         self._share()
         return results[0]
 
-    def _prepare(self) -> None:
-        """Give the local optimizer the groups' options and this rank's parameters."""
-        if [len(group["params"]) for group in self.param_groups] != list(map(len, self._owners)):
-            raise LayoutError("param_groups were changed by hand; use add_param_group, or build a new optimizer")
-        for local, group in zip(self.optim.param_groups, self._local_groups(self._transport.rank), strict=True):
-            local.update(group)
-
     @torch.no_grad()
     def _share(self) -> None:
         """Overwrite every rank's parameters with the owners' values."""
         if self._transport.size == 1:
             return
-        if self._buckets is None:
+        if self._flat is None:
             tensors = [(owner, p) for owner, p in self._owned() if p.numel()]
         else:
-            if any(places != [p.data_ptr() for p in members] for _, _, members, places in self._buckets):
-                self._fill_buckets()  # model.to(), for instance, gives parameters other memory
-            tensors = [(owner, flat) for owner, flat, *_ in self._buckets]
+            moved = any(p.data_ptr() != q.data_ptr() or p.stride() != q.stride() for p, q in self._places)
+            if moved:  # model.to(), for instance, gives parameters other memory
+                self._fill_buffers()
+            tensors = self._flat
         self._job.broadcast((f"dgc.zero.{i}", owner, tensor) for i, (owner, tensor) in enumerate(tensors))()
 
-    def _fill_buckets(self) -> None:
+    @torch.no_grad()
+    def _fill_buffers(self) -> None:
         """Move each owner's parameters to flat buffers, one for each device and type."""
-        if self._buckets is None:
+        if self._flat is None:
             return
-        kinds: dict[Any, list[Tensor]] = {}
+        self._flat, self._places = [], []
+        kinds: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
         for owner, p in self._owned():
             if p.numel():
                 kinds.setdefault((owner, p.device, p.dtype), []).append(p)
-        self._buckets = []
-        for (owner, *_), members in kinds.items():
-            flat = _flatten_dense_tensors([p.detach() for p in members])
-            for p, part in zip(members, _unflatten_dense_tensors(flat, members), strict=True):
-                p.data = part
-            self._buckets.append((owner, flat, members, [p.data_ptr() for p in members]))
+        for (owner, device, dtype), members in kinds.items():
+            sizes = [p.numel() for p in members]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            for p, part in zip(members, flat.split(sizes), strict=True):
+                p.data = part.view(p.shape).copy_(p.data)
+                self._places.append((p, p.data))
+            self._flat.append((owner, flat))
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, and give them to the ranks with the fewest elements. Old parameters keep their owners.
@@ -240,8 +269,10 @@ class ZeroRedundancyOptimizer(Optimizer):
         Call it on all ranks. If a rank does not, the next ``step()`` raises an error.
 
         Raises:
+            TypeError: ``param_group`` is not a dict, or holds no tensors.
             LayoutError: a parameter is sparse, complex, of another type than the others, or in another one's memory.
-            ConfigError: the optimizer is wrapped in a ``DistributedOptimizer``.
+            ConfigError: the optimizer is wrapped in a ``DistributedOptimizer``, which would not average the new
+                gradients.
         """
         if isinstance(param_group, dict) and "params" not in param_group:
             raise LayoutError(f"a parameter group has no 'params', only {sorted(param_group)}")
@@ -253,14 +284,15 @@ class ZeroRedundancyOptimizer(Optimizer):
                 "DistributedOptimizer averages the gradients of the parameters that the optimizer had when it was "
                 "wrapped, and not those of a new group; call add_param_group before wrapping"
             )
+        self._require_known_parameters()
         number = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            self._assign_owners()
-        except LayoutError:
-            del self.param_groups[number:]
+            self._share_out()
+            self.optim.add_param_group(self._local_groups()[number])
+        except Exception:
+            del self.param_groups[number:], self.optim.param_groups[number:], self._owners[number:]
             raise
-        self.optim.add_param_group(self._local_groups(self._transport.rank)[number])
         self._settle()
 
     def partition_parameters(self) -> list[list[Group]]:
@@ -274,16 +306,21 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         Args:
             to: the rank, counted within the optimizer's ranks, whose ``state_dict()`` works afterwards.
+
+        Raises:
+            ConfigError: there is no such rank, or the ranks name different ones.
+            LayoutError: ``param_groups`` were changed by hand.
+            RemoteError: another rank failed.
         """
-        own = []
+        own: list[np.ndarray] = []
 
         def build() -> dict[str, int]:
             number, size = operator.index(to), self._transport.size
             if not 0 <= number < size:
                 raise ConfigError(f"to={number}, but the optimizer's ranks are 0 to {size - 1}")
-            numbers = {p: i for i, p in enumerate(self._all())}
-            share = {numbers.get(key, key): entry for key, entry in self.optim.state.items()}
-            share = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), share)
+            self._require_known_parameters()
+            _copy_options(self.param_groups, self.optim.param_groups)
+            share = _full_entries(self.optim.state_dict(), self._indices()[self._transport.rank])
             own.append(packed(share, f"the state of {self.optimizer_class.__name__}"))
             return {"to": number}
 
@@ -297,8 +334,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all shards at the last ``consolidate_state_dict``, in torch's ordinary layout.
 
-        It is a copy, with one key more: ``"partition"`` lists, for each rank and group, the numbers of the parameters
-        that the rank owns.
+        It loads into an unsharded optimizer, or into a sharded one on any number of ranks. One key is added:
+        ``"partition"`` lists, for each rank and group, the numbers of the parameters that the rank owns. The result is
+        a copy.
 
         Raises:
             RuntimeError: this rank has no consolidated state, or has loaded another state since then.
@@ -309,17 +347,14 @@ class ZeroRedundancyOptimizer(Optimizer):
                 f"consolidate_state_dict(to={self._transport.rank}) on all ranks first (and do not broadcast a state: "
                 "load_state_dict on every rank takes its share)"
             )
-        numbers = itertools.count()
-        numbered = [[(owner, next(numbers)) for owner in owners] for owners in self._owners]
-        ranks = range(self._transport.size)
-        partition = [[[n for owner, n in group if owner == rank] for group in numbered] for rank in ranks]
-        own, params = self.state, self._all()
-        whole = {params[key] if isinstance(key, int) else key: entry for key, entry in self._consolidated.items()}
-        self.state = defaultdict(dict, whole)
+        own, left = self.state, dict(self._consolidated)
+        whole = {p: left.pop(number) for number, p in enumerate(self._all()) if number in left}
+        self.state = defaultdict(dict, {**whole, **left})
         try:
-            return _copied({**super().state_dict(), "partition": partition})
+            full = super().state_dict()
         finally:
             self.state = own
+        return _copied({**full, "partition": self._indices()})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this class or of the unsharded optimizer. Call it on all ranks; each takes its share.
@@ -327,37 +362,38 @@ class ZeroRedundancyOptimizer(Optimizer):
         The given dict is neither changed nor kept.
 
         Raises:
-            ValueError: its groups have other sizes.
+            LayoutError: (a ValueError) it is not a state dict, or its groups have other sizes.
         """
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        others = {key for key, (owner, _) in zip(keys, self._owned(), strict=False) if owner != self._transport.rank}
-        # Every rank's compressor expects the momentum of all parameters in the outer optimizer's state.
-        adopted = _momentum_is_adopted(self)
-        state = {}
-        for key, entry in state_dict["state"].items():
-            if key not in others:
-                state[key] = entry
-            elif adopted and "momentum_buffer" in entry:
-                state[key] = {"momentum_buffer": entry["momentum_buffer"]}
-        groups = self.param_groups
-        super().load_state_dict({**state_dict, "state": _copied(state)})
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)
-        self.param_groups = groups  # the same objects, because a scheduler may hold them
-        loaded, self.state = self.state, defaultdict(dict)
-        for p in (p for p in self._all() if adopted and p in loaded):
-            if (momentum := loaded[p].pop("momentum_buffer", None)) is not None:
-                self.state[p]["momentum_buffer"] = momentum
-            if not loaded[p]:
-                del loaded[p]
-        self.optim.__setstate__({"state": loaded, "param_groups": self.optim.param_groups})
-        self._prepare()
+        _require_state_dict(state_dict)
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._require_known_parameters()
+        saved, here = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
+        if saved != here:
+            raise LayoutError(
+                f"the loaded state dict has parameter groups of {saved} parameters, the optimizer of {here}; it "
+                "belongs to another model or another choice of groups"
+            )
+        self.optim.load_state_dict(_local_dict(state_dict, self._indices()[self._transport.rank]))
+        _copy_options(state_dict["param_groups"], self.param_groups)
+        _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
         self._loads += 1
+        if _momentum_is_adopted(self):
+            # Every rank's compressor expects the momentum of all parameters in the outer optimizer's state.
+            for key, p in zip(_keys(state_dict), self._all(), strict=True):
+                buffer = state_dict["state"].get(key, {}).get("momentum_buffer")
+                if buffer is not None:
+                    self.state[p]["momentum_buffer"] = buffer.detach().to(p.device, copy=True)
+                self.optim.state.get(p, {}).pop("momentum_buffer", None)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the local optimizer's ``state_dict()``: this rank's share, with parameters numbered from 0."""
-        self._prepare()  # the local optimizer's options may still be 0, from the update that hid them
+        _copy_options(self.param_groups, self.optim.param_groups)  # the local ones may still hide what is compressed
         return self.optim.state_dict()
 
     @staticmethod
@@ -367,15 +403,16 @@ class ZeroRedundancyOptimizer(Optimizer):
         Args:
             rank: the rank, counted within the ranks of the optimizer that was saved.
             state_dict: the state of all shards.
+
+        Raises:
+            LayoutError: (a ValueError) ``state_dict`` has no partition, or no such rank.
         """
-        owned, whole = state_dict["partition"][rank], state_dict["state"]
-        places = {number: place for place, number in enumerate(itertools.chain(*owned))}
-        groups = [
-            {**_options_of(group), "params": [places[number] for number in members]}
-            for group, members in zip(state_dict["param_groups"], owned, strict=True)
-        ]
-        mine = {places.get(key, key): entry for key, entry in whole.items() if key in places or type(key) is not int}
-        return {"state": _copied(mine), "param_groups": groups}
+        partition = state_dict.get("partition")
+        if partition is None:
+            raise LayoutError("the state dict has no 'partition': no sharded optimizer made it")
+        if not 0 <= rank < len(partition):
+            raise LayoutError(f"rank is {rank}, but the state dict was made by ranks 0 to {len(partition) - 1}")
+        return _local_dict(state_dict, partition[rank])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Refuse ``copy`` and ``pickle``."""
@@ -394,32 +431,70 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Return (owner, parameter) pairs in registration order."""
         return zip(itertools.chain(*self._owners), self._all(), strict=True)
 
+    def _indices(self) -> list[list[list[int]]]:
+        """Return, for each rank and group, the numbers of the owned parameters, counted over all groups."""
+        numbers = itertools.count()
+        numbered = [[(owner, next(numbers)) for owner in owners] for owners in self._owners]
+        ranks = range(self._transport.size)
+        return [[[n for owner, n in group if owner == rank] for group in numbered] for rank in ranks]
+
+    def _names(self) -> list[str]:
+        """Return a unique name for each parameter: its place, and its own name if it has one."""
+        names = []
+        for g, group in enumerate(self.param_groups):
+            own = group.get("param_names") or [""] * len(group["params"])
+            names += [f"group {g} parameter {i}" + (f" ({name})" if name else "") for i, name in enumerate(own)]
+        return names
+
     def _options(self) -> dict[str, Any]:
         """Return the groups' options, which must be equal on all ranks, by name."""
-        groups = enumerate(map(_options_of, self.param_groups))
-        return {f"group {g} option {k}": _comparable(v) for g, group in groups for k, v in group.items()}
+        return {
+            f"group {g} option {key}": _comparable(value)
+            for g, group in enumerate(self.param_groups)
+            for key, value in group.items()
+            if key not in _NO_OPTIONS
+        }
 
-    def _local_groups(self, rank: int) -> list[Group]:
-        """Return a rank's share of each group, which may be empty."""
+    def _local_groups(self, rank: int | None = None) -> list[Group]:
+        """Return a rank's share of each group; None means this rank. Shares may be empty."""
+        rank = self._transport.rank if rank is None else rank
         groups = []
         for group, owners in zip(self.param_groups, self._owners, strict=True):
             owned = [p for p, owner in zip(group["params"], owners, strict=True) if owner == rank]
-            groups.append({**_options_of(group), "params": owned})
+            groups.append({**{k: v for k, v in group.items() if k not in _NO_OPTIONS}, "params": owned})
         return groups
 
     def _require_averaging_ranks(self) -> None:
         """Refuse to share updates among ranks whose gradients are not averaged together."""
-        groups, ours = [], self._job.ranks()
-        if "process_set" in vars(self):
-            groups = [vars(self)["process_set"]]
-        elif not self._knows_ddps:
+        averaged, ours = getattr(self, "process_set", None), self._job.members
+        if not isinstance(self._job, DistributedJob):
+            if averaged is not None and getattr(averaged, "process_set_id", None) != getattr(
+                ours, "process_set_id", None
+            ):
+                raise ConfigError(
+                    f"gradients are averaged over {averaged}, but the optimizer is sharded over {ours}; give both the "
+                    "same process set"
+                )
+            return
+        groups = [averaged] if "process_set" in vars(self) else []
+        if not groups and not self._knows_ddps:
             groups, self._knows_ddps = [ddp.process_group for ddp in ddp_over(self._all())], True
-        dist = isinstance(self._job, DistributedJob)
-        theirs = [(DistributedJob(group) if dist else job_of().of(group)).ranks() for group in groups]
-        if theirs and not any({*ours} <= {*ranks} for ranks in theirs):
+        theirs = [DistributedJob(group).ranks() for group in groups]
+        if theirs and not any({*self._job.ranks()} <= {*ranks} for ranks in theirs):
             raise ConfigError(
-                f"gradients are averaged over the ranks {theirs[0]}, but the optimizer is sharded over {ours}, which "
-                "would share updates by different gradients; give both the same process group or process set"
+                f"gradients are averaged over the ranks {theirs[0]}, but the optimizer is sharded over "
+                f"{self._job.ranks()}, which would share updates by different gradients; give both the same process "
+                "group"
+            )
+
+    def _ids(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.param_groups]
+
+    def _require_known_parameters(self) -> None:
+        if self._ids() != self._known:
+            raise LayoutError(
+                "param_groups no longer hold the parameters that the ranks have shared out: parameters or groups were "
+                "added, removed or replaced by hand; use add_param_group, or build a new optimizer"
             )
 
 
@@ -437,11 +512,16 @@ def _job_among(*names: Any) -> TorchJob:
     given = [value for value in names if value is not None]
     if len(given) > 1:
         raise ConfigError("group, process_group and process_set mean the same; give one of them")
-    if not given or isinstance(given[0], torch.distributed.ProcessGroup):
-        return job_of(*given)
+    if not given:
+        return job_of()
     if hasattr(given[0], "process_set_id"):
         return job_of().of(given[0])
-    raise TypeError(f"group is a {type(given[0]).__name__}; give a torch.distributed process group or a hvd.ProcessSet")
+    if not isinstance(given[0], torch.distributed.ProcessGroup):
+        raise TypeError(
+            f"group is a {type(given[0]).__name__}; give a torch.distributed process group, a "
+            "horovod.torch.ProcessSet, or None for all ranks"
+        )
+    return job_of(given[0])
 
 
 def _momentum_is_adopted(optimizer: Any) -> bool:
@@ -451,47 +531,114 @@ def _momentum_is_adopted(optimizer: Any) -> bool:
     return engine is not None and engine.adoption.active
 
 
-def _checked_class(optimizer_class: Any) -> type[Optimizer]:
-    known = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
-    names = {cls.__name__ for cls in optimizer_class.__mro__} if known else {"none"}
-    if names & {"none", "LBFGS", "ZeroRedundancyOptimizer", "DGCMomentum"}:
+def _checked_class(optimizer_class: object) -> type[Optimizer]:
+    """Return the class of the local optimizers; raise if it cannot be sharded."""
+    if not isinstance(optimizer_class, type):
+        raise TypeError(f"optimizer_class is {optimizer_class!r}; give a class such as torch.optim.Adam")
+    name = optimizer_class.__name__
+    if not issubclass(optimizer_class, Optimizer):
         raise ConfigError(
-            f"optimizer_class is {optimizer_class!r}; give a torch.optim.Optimizer class that updates each parameter "
-            "by itself, such as torch.optim.Adam. LBFGS needs all parameters, a sharded optimizer cannot be sharded "
-            "again, and DGCMomentum averages gradients: wrap a sharded torch.optim.SGD in DistributedOptimizer instead"
+            f"optimizer_class is {name}, which is no torch.optim.Optimizer; functional optimizers serve to overlap "
+            "with torch's DDP, which is not supported: give the ordinary class"
         )
-    checked: type[Optimizer] = optimizer_class
-    return checked
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ConfigError("LBFGS needs all parameters in one place and cannot be sharded; use it without sharding")
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in optimizer_class.__mro__):
+        raise ConfigError(
+            "optimizer_class is a ZeroRedundancyOptimizer, and a shard cannot be sharded again; give the class that "
+            "updates the parameters, such as torch.optim.Adam"
+        )
+    if issubclass(optimizer_class, DGCMomentum) or hasattr(optimizer_class, "skip_synchronize"):
+        raise ConfigError(
+            f"optimizer_class {name} averages gradients itself, and each rank would average those of other parameters; "
+            "give a plain class such as torch.optim.SGD and wrap the sharded optimizer in "
+            "dgc.torch.DistributedOptimizer, perhaps with compression=Compression.dgc()"
+        )
+    return optimizer_class
 
 
-def _require_shardable(tensors: list[Tensor]) -> None:
+def _require_shardable(groups: Iterable[Group]) -> None:
     """Refuse parameters that ranks cannot own one by one."""
-    kinds = sorted({f"{p.type()} {p.layout}" for p in tensors})
-    if len(kinds) > 1 or tensors[0].layout is not torch.strided or tensors[0].is_complex():
-        raise LayoutError(
-            f"the parameters are {', '.join(kinds)}; allowed are dense, real ones of one type: build one optimizer for "
-            "each type, and store a complex parameter as a real one (torch.view_as_real)"
-        )
-    places = [(p.device, p.data_ptr()) for p in tensors if p.numel()]
-    if len(set(places)) < len(places):
-        raise LayoutError("two parameters are the same or in the same memory; list each one once")
+    tensors = [p for group in groups for p in group["params"]]
+    seen: dict[Any, int] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided:
+            raise LayoutError(f"parameter number {i} is {tensor.layout}; only dense parameters can be sharded")
+        if tensor.is_complex():
+            raise LayoutError(
+                f"parameter number {i} is complex, and Horovod and Gloo send no complex numbers; store it as a real "
+                "parameter (torch.view_as_real) and view it as complex in the model"
+            )
+        if tensor.type() != tensors[0].type():
+            raise LayoutError(
+                f"parameter number {i} is a {tensor.type()}, the first one a {tensors[0].type()}; build one optimizer "
+                "for each type"
+            )
+        first = seen.setdefault((tensor.device, tensor.data_ptr()), i) if tensor.numel() else i
+        if first != i:
+            same = "the same" if tensors[first] is tensor else "in the same memory"
+            raise LayoutError(
+                f"parameters number {first} and {i} are {same}; list each one once, and to tie weights let both "
+                "modules hold one Parameter"
+            )
 
 
-def _options_of(group: Mapping[str, Any]) -> Group:
-    return {key: value for key, value in group.items() if key not in _NO_OPTIONS}
-
-
-def _comparable(value: object) -> Any:
+def _comparable(value: object) -> object:
     """Return an option as a value that JSON knows, to compare it between ranks. Other objects become their type."""
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().tolist()
+    if isinstance(value, (tuple, list)):
+        return [_comparable(v) for v in value]
+    return f"<{type(value).__name__}>"
 
-    def plain(leaf: object) -> object:
-        if isinstance(leaf, Tensor):
-            return leaf.detach().tolist()
-        return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else f"<{type(leaf).__name__}>"
 
-    return tree_map(plain, value)
+def _copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[Group]) -> None:
+    for given, taken in zip(source, target, strict=True):
+        taken.update((k, v) for k, v in given.items() if k not in _NO_OPTIONS)
 
 
 def _copied(value: object) -> Any:
     """Return ``value`` with a copy of every tensor in it."""
     return tree_map_only(Tensor, lambda t: t.detach().clone(), value)
+
+
+def _full_entries(local: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> dict[Any, Any]:
+    """Return the state of a local ``state_dict()`` under the parameters' global numbers, copied to the CPU."""
+    return {
+        number: tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), local["state"][place])
+        for place, number in enumerate(n for group in owned for n in group)
+        if place in local["state"]
+    } | {key: value for key, value in local["state"].items() if not isinstance(key, int)}
+
+
+def _local_dict(full: Mapping[str, Any], owned: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return a copy of a rank's entries of a full state dict, in the form that its local optimizer loads."""
+    groups: list[Group] = []
+    state, place, keys = {}, 0, _keys(full)
+    for saved, members in zip(full["param_groups"], owned, strict=True):
+        numbers = list(range(place, place + len(members)))
+        groups.append({**{k: v for k, v in saved.items() if k not in _NO_OPTIONS}, "params": numbers})
+        for number in members:
+            if keys[number] in full["state"]:
+                state[place] = _copied(full["state"][keys[number]])
+            place += 1
+    state.update({k: _copied(v) for k, v in full["state"].items() if not isinstance(k, int)})
+    return {"state": state, "param_groups": groups}
+
+
+def _keys(full: Mapping[str, Any]) -> list[Any]:
+    """Return the state dict's key of each parameter, usually 0, 1, 2, ..."""
+    return [key for group in full["param_groups"] for key in group["params"]]
+
+
+def _require_state_dict(value: object) -> None:
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    sound = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if not sound or not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
+        found = f"a dict of {sorted(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        raise LayoutError(
+            f"an optimizer's state dict holds 'state' and 'param_groups' with 'params', but this is {found}; load on "
+            "every rank what state_dict() returned on the rank that consolidate_state_dict(to=...) named"
+        )

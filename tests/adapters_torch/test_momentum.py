@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 test_on_real_ranks = each_case(Path(__file__).parent / "workers" / "momentum_cases.py", SIZES)
 
 ONE_PROCESS = """
+import copy
 import warnings
 import horovod.torch as hvd
 import torch
@@ -37,12 +38,25 @@ def closure():
 
 first.step(closure)
 optimizer.load_state_dict(optimizer.state_dict())
-report([(own - other).abs().max().item(), (third - expected).abs().max().item(), [str(w.message) for w in caught]])
+states = [copy.deepcopy(optimizer.state_dict()) for _ in range(2)]
+for rank, state in enumerate(states):
+    state["compression"].update(rank=rank, size=2)
+    for entry in state["compression"]["parameters"].values():
+        entry["u"][...], entry["v"][...] = 1 + 2 * rank, 1
+with warnings.catch_warnings(record=True) as late:
+    warnings.simplefilter("always")
+    optimizer.load_state_dict(states, resize=True)
+(loaded,) = optimizer.state_dict()["compression"]["parameters"].values()
+texts = [[str(w.message) for w in each] for each in (caught, late)]
+apart = [(own - other).abs().max().item(), (third - expected).abs().max().item()]
+report([apart, [sorted(set(loaded[key].tolist())) for key in "uv"], *texts])
 """
 
 
 @pytest.mark.mpi
 def test_one_process_trains_dense_with_a_warning(ranks):
-    l2, l1, warned = ranks.run(ONE_PROCESS, 1, launcher="single").values[0]
-    assert max(l1, l2) <= 1e-6
+    apart, (u, v), warned, late = ranks.run(ONE_PROCESS, 1, launcher="single").values[0]
+    assert max(apart) <= 1e-6
     assert "DGCMomentum with one process compresses nothing" in warned
+    assert (u, v) == ([2.0], [1.0]), "the means over the two ranks that saved"
+    assert any("the loaded residuals move no parameter" in text for text in late)

@@ -397,10 +397,13 @@ def ranks_that_name_another_target_get_an_error():
 
 
 @case
-def another_models_state_and_a_copy_are_refused():
+def loading_another_model_or_no_state_dict_is_refused():
     zero, *_ = pair(*OPTIMIZERS["adam"])
     other = torch.optim.Adam(parameters_of_sizes(3, 4)).state_dict()
-    raises(ValueError, "doesn't match the size", lambda: zero.load_state_dict(other))
+    raises(LayoutError, "belongs to another model", lambda: zero.load_state_dict(other))
+    groups = zero.local_state_dict()["param_groups"]
+    for bad in ({}, None, [], {"param_groups": groups}, {"state": {}, "param_groups": [{}]}, {"state": None}):
+        raises(LayoutError, "what state_dict.. returned", lambda: zero.load_state_dict(bad))  # noqa: B023
     raises(TypeError, "save state_dict", lambda: copy.deepcopy(zero))
 
 
@@ -412,6 +415,8 @@ def shares_are_cut_out_of_the_whole_state():
     share = Zero.rank_local_state_dict(RANK, whole)
     assert_state_dicts_equal(share, zero.local_state_dict())
     zero.optim.load_state_dict(share)
+    raises(ValueError, "ranks 0 to", lambda: Zero.rank_local_state_dict(SIZE, whole))
+    raises(ValueError, "no 'partition'", lambda: Zero.rank_local_state_dict(0, plain.state_dict()))
 
 
 # -- errors
@@ -425,17 +430,23 @@ def constructor_errors():
         (TypeError, "iterable of Tensors or dicts", [torch.zeros(3), sgd]),
         (TypeError, "not iterable", [12, sgd]),
         (TypeError, "can only optimize Tensors", [[p, {"params": [p]}], sgd]),
+        (TypeError, "must be a dict", [[{"params": [p]}, p], sgd]),
+        (TypeError, "can only optimize Tensors", [[p, 12], sgd]),
+        (TypeError, "can only optimize Tensors", [[{"params": ["x"]}], sgd]),
+        (TypeError, "set", [[{"params": {p}}], sgd]),
         (TypeError, "set", [{p}, sgd]),
         (ValueError, "no 'params'", [[{"lr": 0.1}], sgd]),
-        (ValueError, "allowed are dense", [[torch.zeros(3).to_sparse()], sgd]),
-        (ValueError, "allowed are dense, real", [[nn.Parameter(torch.zeros(3, dtype=torch.complex64))], sgd]),
+        (ValueError, "only dense", [[torch.zeros(3).to_sparse()], sgd]),
+        (ValueError, "is complex", [[nn.Parameter(torch.zeros(3, dtype=torch.complex64))], sgd]),
         (ValueError, "build one optimizer for each type", [[p, q], sgd]),
         (ValueError, "more than one parameter group", [[{"params": [p]}, {"params": [p]}], sgd]),
         (ValueError, "in the same memory", [[p, nn.Parameter(p.data)], sgd]),
-    ]
-    bad += [
-        (ValueError, "give a torch.optim.Optimizer class", [[p], wrong])
-        for wrong in (nn.Linear, sgd([p]), None, torch.optim.LBFGS, dgc.DGCMomentum, Zero)
+        (ValueError, "functional", [[p], nn.Linear]),
+        (TypeError, "give a class", [[p], sgd([p])]),
+        (TypeError, "give a class", [[p]]),
+        (ValueError, "LBFGS", [[p], torch.optim.LBFGS]),
+        (ValueError, "averages gradients itself", [[p], dgc.DGCMomentum]),
+        (ValueError, "cannot be sharded again", [[p], Zero]),
     ]
     for error, match, arguments in bad:
         raises(error, match, lambda: Zero(*arguments, lr=0.1))  # noqa: B023

@@ -196,10 +196,9 @@ def over_process_sets():
     assert (p[0].item(), q[0].item()) == (first - 1.0, second - 1.0)
     raises(ConfigError, "is not in", lambda: Zero([p], torch.optim.SGD, group=pairs[1 - hvd.rank() % 2], lr=1.0))
     model = make_model()
-    zero = Zero(model.parameters(), torch.optim.SGD, lr=0.1)
-    optimizer = hvd.DistributedOptimizer(zero, named_parameters=model.named_parameters(), process_set=mine)
+    optimizer = horovods(model, Zero(model.parameters(), torch.optim.SGD, group=mine, lr=0.1))
     loss_of(model, 0).backward()
     optimizer.synchronize()
     with optimizer.skip_synchronize():
-        raises(ConfigError, "give both the same", optimizer.step)
+        raises(ConfigError, "give both the same process set", optimizer.step)
     hvd.barrier()
