@@ -187,7 +187,7 @@ class _TimedSteps:
         self.applied: list[float] = []
 
     def take(self) -> None:
-        # Each step has another gradient, as in training. With a constant gradient, residuals would grow steadily.
+        # The gradient changes in every step, as in training. With a constant gradient, residuals would grow steadily.
         gradient = self._values[_SHIFT * self._taken :][: self._numel]
         self._taken += 1
         self._exchange.begin(self._options)

@@ -65,7 +65,7 @@ class EngineBase(abc.ABC):
         self._is_closed = self.follows = False
         self.observers: list[Observer] = []
         self._refused = 0
-        self._nodes: list[Transport] = []  # transports that construction opens beside the caller's
+        self._nodes: list[Transport] = []  # the transport between nodes, if the engine has opened one
 
     # -- the framework's half ------------------------------------------------------------------------------------
 

@@ -113,7 +113,9 @@ _SILENCE = 5.0  # seconds to wait for the other ranks before an error meant for 
 
 @contextlib.contextmanager
 def errors_on_all_ranks(job: Job, *sets: Any, transport: object = "auto") -> Iterator[None]:
-    """Raise an error of the ``with`` block on all ranks of the job, which may wait in :meth:`Job.make_transport`.
+    """Raise an error from the ``with`` block on all ranks of the job.
+
+    The other ranks may already be waiting in :meth:`Job.make_transport`.
 
     The error stays on this rank if Horovod is not initialised, or if ``sets``, the arguments of :meth:`Job.of`, hold
     two different process sets: then nobody knows which ranks wait.

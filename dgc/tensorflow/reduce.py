@@ -64,7 +64,7 @@ class Sums:
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 
 
-# Arguments of a reducer that are saved with a model unchanged.
+# These arguments of a reducer are saved with a model as they are.
 _SAVED = ("op", "sparse_as_dense", "passes", "average_passes", "predivide")
 
 # Types of a compressor's options that can be saved with a model.

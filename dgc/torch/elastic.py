@@ -171,7 +171,10 @@ def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) 
     _warn_of_lost([r for r in range(old_size) if r not in holders], old_size, step, rank)
 
     def sources(receiver: int) -> set[int]:
-        """Return the ranks whose states ``receiver`` needs: rank 0's, as a template, if it would have none."""
+        """Return the ranks that send their states to ``receiver``.
+
+        If ``receiver`` would have no state at all, rank 0 sends its state as a template.
+        """
         found = {holders[r] for r in old_ranks_of(receiver, old_size, size) if r in holders}
         return found - {receiver} if receiver in holders.values() else found or {0}
 

@@ -294,7 +294,11 @@ class _Flat:
         return _places_in_storage(self.members) == self._places_in_storage
 
     def split(self) -> list[_Flat]:
-        """Return [self], or the parts between parameters without gradients; such a parameter is mostly never used."""
+        """Return [self], or smaller parts if some, but not all, parameters have no gradient.
+
+        Such a parameter is usually one that the model never uses. The parts lie between these parameters; a part of a
+        single parameter is left out.
+        """
         runs = itertools.groupby(self.members, key=lambda p: p.grad is None)
         parts = [list(run) for missing, run in runs if not missing]
         if not parts or len(parts[0]) == len(self.members):

@@ -110,7 +110,10 @@ def _clear(engine: Engine) -> None:
 
 
 def _take_over_from_root(engine: Engine, optimizer: Any, job: TorchJob, root: int) -> None:
-    """Overwrite all that the ranks share with the values of the rank ``root``, unless they are equal already."""
+    """Copy options, parameters, optimizer state and shared momentum from the rank ``root`` to the other ranks.
+
+    Nothing is copied if they are equal on all ranks.
+    """
     exchange, transport = engine.exchange, engine.transport
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     momentum = exchange.state.shared_momentum(exchange.schedule.begin)

@@ -20,7 +20,10 @@ def share_options(
     optimizer: torch.optim.Optimizer,
     updates: bool,
 ) -> bool:
-    """Give ranks that have joined the options of one that trains, and return its ``updates``. Collective."""
+    """Copy the optimizer's options from a rank that trains to the ranks that have joined. Collective.
+
+    Return the value of ``updates`` on the rank that trains.
+    """
     with adoption.shown(optimizer):
         rows = gather_values(transport, [updates, option_values(optimizer)])
         trains, options = rows[min(set(range(transport.size)) - set(step.joined))]

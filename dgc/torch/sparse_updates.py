@@ -171,7 +171,7 @@ def _class_of(optimizer: torch.optim.Optimizer) -> type:
 
 
 def _update_entries(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:
-    """Update the parameters of one group; ``run`` holds (parameter, places, values) of each."""
+    """Update parameters of one group. ``run`` holds (parameter, places, values) for each parameter."""
     flats, parts, results = [], [], []
     for p, places, values in run:
         flat = local(p).detach().view(-1).numpy()

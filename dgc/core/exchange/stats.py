@@ -95,7 +95,7 @@ class Stats:
         self.total.add(step)
 
     def add_sent(self, count: int) -> None:
-        """Add bytes that an adapter has given to its own collectives after the latest step."""
+        """Add ``count`` bytes to the latest step. An adapter has sent them with its own collectives."""
         self.last.bytes_sent += count
         self.total.bytes_sent += count
 

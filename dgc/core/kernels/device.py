@@ -335,7 +335,8 @@ class DeviceKernels(Kernels):
 
     def _forget(self) -> None:
         self.memory = DeviceMemory(self.device, self.sums_of_squares)
-        self._owners: dict[Any, tuple[Array, int]] = {}  # owner and shift, by the tensors' places: see _where()
+        # ``owner`` and ``shift`` of the tables in use. _where() builds the keys from the tensors' starts and lengths.
+        self._owners: dict[Any, tuple[Array, int]] = {}
         self._expected: dict[int, int] = {}  # by the id of v: how many candidates the first copy holds
 
     @override

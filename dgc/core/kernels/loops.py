@@ -327,8 +327,8 @@ def _packing(bits):
     return packed, unpacked
 
 
-# By the width of a code in bits, two functions. ``(codes, out)`` packs the low bits of the codes, lowest first, into
-# ceil(n*bits/8) bytes; ``(data, codes)`` unpacks them.
+# ``packing[bits]`` is a pair of functions for codes of this many bits. The first, ``(codes, out)``, packs the low bits
+# of the codes, lowest first, into ceil(n*bits/8) bytes. The second, ``(data, codes)``, unpacks them.
 packing = {bits: _packing(bits) for bits in range(1, 9)}
 
 

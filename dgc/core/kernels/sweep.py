@@ -302,7 +302,10 @@ def _order_statistic(keys, place):
 
 @helper
 def kth_key(bits, starts, counts, first, last, total, k):
-    """Return the k-th largest key, and how many of the entries with this key belong to the k largest (the first)."""
+    """Return the k-th largest key, and how many entries with this key are among the k largest.
+
+    Of entries with equal keys, the first ones are picked.
+    """
     keys, n = np.empty(total, np.int32), 0
     for c in range(first, last):
         for i in range(starts[c], starts[c] + counts[c]):
