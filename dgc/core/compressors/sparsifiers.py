@@ -118,11 +118,10 @@ class Topk(_Selection):
 
     Departures: with ``threshold="tensor"``, the default here, exactly the k largest entries of each tensor are
     sent, so that messages have a fixed size; the paper prefers one threshold for the model, from a sampled
-    quantile. With ``threshold="global"``, t is the R-quantile of a sample of about 100 000 entries from all buckets.
-    The sample is taken in the previous step, because a bucket is sent before the gradients of other buckets are
-    ready. In the first step, each bucket samples its own entries. A message then has room for ``headroom`` times the
-    bucket's even share of entries. If more entries exceed t, the largest are sent, and the others stay in the
-    residual.
+    quantile. With ``threshold="global"``, t is the R-quantile of about 100 000 entries from all buckets. These are
+    sampled in the previous step, because a bucket is sent before the gradients of other buckets are ready. In the
+    first step, each bucket samples its own entries. A message then has room for ``headroom`` times the bucket's
+    even share of entries. If more entries exceed t, the largest are sent, and the others stay in the residual.
 
     Source: Aji and Heafield 2017, arXiv 1704.05021. The strided sample is taken from Marian.
     """
