@@ -1,11 +1,12 @@
 """Train small models on many ranks of one process, gathered and with owners: the loss after equal steps.
 
-    OMP_NUM_THREADS=1 python benchmarks/many_ranks_accuracy.py gpt 16 dense gather 4:int8 4:int2 --seeds 0 1 --json FILE
+    taskset -c 0 python benchmarks/many_ranks_accuracy.py gpt 16 dense gather owners 4:int8 --seeds 0 1 --json FILE
 
-Each word after the number of ranks is one training: ``dense``; ``gather``; a number, how many sums an owner sends for
-each entry that comes to it on average (100: all), and perhaps the codec of their values. ``batch`` among the words:
-each rank has as many samples as 4 ranks have, instead of its part of one global batch. Every rank has the core's own
-exchange, over :mod:`dgc.transport.local`; their gradients are computed together.
+Each word after the number of ranks is one training: ``dense``; ``gather``; ``owners``, as shipped; or a number of sums
+that an owner sends for each entry that one rank sends to it on average, and the codec of their values. ``batch`` among
+the words: each rank has as many samples as 4 ranks have, instead of its part of one global batch. Every rank has the
+core's own exchange, over :mod:`dgc.transport.local`; their gradients are computed together. On one core (``taskset``)
+the ranks' threads take turns; on several they compete for Python's lock, and a step takes five times the processor time.
 """
 
 from __future__ import annotations
@@ -159,12 +160,13 @@ class Task:
             return float(self.loss(model(x), y))
 
 
+SHIPPED = message.SUMS_PER_ENTRY, message.SUM_VALUES
+
+
 def choose(word: str) -> None:
     """Patch the core's budget for one training."""
     sums, _, codec = word.partition(":")
-    message.SUMS_PER_ENTRY = float(sums)
-    if codec:
-        message.SUM_VALUES = {"int2": codec}
+    message.SUMS_PER_ENTRY, message.SUM_VALUES = (float(sums), {"int2": codec}) if codec else SHIPPED
 
 
 def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dgc.core.collectives import Transport
 
 IndexCodec = Literal["uint16", "elias_fano"]
-ValueCodec = Literal["float16", "float32", "int8", "int3", "int2"]
+ValueCodec = Literal["float16", "float32", "int8", "int4", "int3", "int2"]
 
 
 class CommonOptions(TypedDict, total=False):

@@ -52,6 +52,7 @@ class ValueCodecId(IntEnum):
     INT8 = 4
     INT2 = 7
     INT3 = 8
+    INT4 = 9
 
 
 @runtime_checkable
@@ -446,23 +447,24 @@ class IntegerValues(_Quantized):
             raise WireError(f"{self.name}: an entry is {lowest}, which no sender writes. The message is damaged.")
 
 
-class Int2Values(_Quantized):
-    """Write 2 bits per entry: the sign, and which of its group's two magnitudes it has.
+class MeanValues(_Quantized):
+    """Write each entry as its sign and the number of one of its group's mean magnitudes.
 
-    Let m be the group's mean magnitude. One of the two is the mean of the magnitudes above m, the other the mean of the
-    rest. So, in exact arithmetic, the sum of a group's magnitudes is preserved, and so is a single large entry.
+    The group's magnitudes are split at their mean. With 4 bits each part is split at its own mean, and once more; so
+    there are 8 parts, and large values have parts of their own. An entry is decoded as the mean of its part. So, in
+    exact arithmetic, the sum of a group's magnitudes is preserved, and so is a single large entry.
     """
 
-    id: int = ValueCodecId.INT2
-    name = "int2"
-    bits = 2
-    scales = 2
+    def __init__(self, bits: int) -> None:
+        """Use 2 bits (two magnitudes in a group) or 4 bits (eight)."""
+        self.bits, self.scales, self.name = bits, 1 << (bits - 1), f"int{bits}"
+        self.id: int = ValueCodecId[self.name.upper()]
 
     @override
     def encode(self, values: np.ndarray, bounds: np.ndarray, out: np.ndarray) -> int:
         block = block_of(out, self.max_bytes(values.size, bounds.size - 1), self.name, writes=True)
-        means, codes = np.empty(2 * (bounds.size - 1), np.float32), np.empty(values.size, np.uint8)
-        loops.encode_two_means(values, bounds, means, codes)
+        means, codes = np.empty(self.scales * (bounds.size - 1), np.float32), np.empty(values.size, np.uint8)
+        loops.encode_means(values, bounds, self.bits, means, codes)
         self._write(block, means, codes)
         return block.size
 
@@ -471,7 +473,7 @@ class Int2Values(_Quantized):
         block = block_of(data, self.max_bytes(count, bounds.size - 1), self.name)
         means, codes = self._read(block, count, bounds.size - 1)
         values = np.empty(count, np.float32)
-        loops.decode_two_means(means, codes, bounds, values)
+        loops.decode_means(means, codes, bounds, self.bits, values)
         return values, block.size
 
 
@@ -479,7 +481,9 @@ class Int2Values(_Quantized):
 
 
 _INDEX_CODECS: list[IndexCodec] = [Uint16Indices(), EliasFanoIndices()]
-_VALUE_CODECS: list[ValueCodec] = [Float16Values(), Float32Values(), IntegerValues(8), IntegerValues(3), Int2Values()]
+_VALUE_CODECS: list[ValueCodec] = [
+    Float16Values(), Float32Values(), IntegerValues(8), MeanValues(4), IntegerValues(3), MeanValues(2)
+]  # fmt: skip
 INDEX_CODECS = {codec.name: codec for codec in _INDEX_CODECS}
 VALUE_CODECS = {codec.name: codec for codec in _VALUE_CODECS}
 _KINDS: dict[str, tuple[type, dict[str, Any]]] = {

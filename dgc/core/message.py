@@ -205,13 +205,13 @@ class Mode(enum.Enum):
 PART_HEADER = np.dtype([("magic", "S4"), ("count", "<u4")])
 PART_MAGIC = b"DGCp"
 
-# How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
-SUMS_PER_ENTRY: float = 4
+# How many sums an owner sends for each entry that it gets from one rank, on average over the owners. With four, small
+# trainings on 16 and 64 ranks ended above gathered ones; with eight, they ended where those did (docs/many-ranks.md).
+SUMS_PER_ENTRY: float = 8
 
-# The codec of an owner's sums, if it differs from the codec of entries. A sum of rounded entries is rounded again.
-# The final loss of a small GPT was higher than with gathering: by 0.055 with eight 2-bit sums for each entry, by 0.021
-# with four 8-bit sums, which take about as many bytes.
-SUM_VALUES = {"int2": "int8"}
+# The codec of an owner's sums, if it differs from the codec of entries. A sum of rounded entries is rounded again: with
+# two bits that costs accuracy, and four are as good as eight.
+SUM_VALUES = {"int2": "int4"}
 
 # A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
 # entries that do not fit, less than 0.9 % / sqrt(mean) of all, are sent later.

@@ -41,7 +41,7 @@ BAD = [
     ({"indices": "int7"}, "indices is 'int7'; allowed: .*'uint16'"),
     ({"values": "float1"}, "values is 'float1'; allowed: .*'float16'"),
     ({"values": ["float16"]}, "values"),
-    ({"small": "float64"}, "small is 'float64'; allowed: 'float16', 'float32', 'int8', 'int3', 'int2'"),
+    ({"small": "float64"}, "small is 'float64'; allowed: 'float16', 'float32', 'int8', 'int4', 'int3', 'int2'"),
     ({"small": None}, "small is None; allowed: 'float16', "),
     ({"nesterov": 1}, "nesterov is 1; allowed: True, False or None"),
     ({"momentum_masking": "no"}, "allowed: True, False or None"),

@@ -10,7 +10,7 @@ from dgc.core.compressors import make_config
 from dgc.core.layout import Parameter, make_layout
 from dgc.errors import WireError
 
-NAMES = ("float16", "int8", "int3", "int2")
+NAMES = ("float16", "int8", "int4", "int3", "int2")
 
 
 def coder(lengths, name="int8"):

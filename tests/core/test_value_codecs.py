@@ -83,10 +83,10 @@ def test_error_is_bounded_and_finite_stays_finite(codec, case):
         assert (error == 0).all()
     elif codec.name == "float16":
         assert (error <= np.maximum(np.abs(exact) * 2.0**-11, np.abs(exact).max(initial=0.0) * 2.0**-39)).all()
-    elif codec.name == "int2":
+    elif codec.name in ("int2", "int4"):
         for group in groups_of(bounds):
             magnitudes = np.abs(decoded[group])
-            assert np.unique(magnitudes).size <= 2
+            assert np.unique(magnitudes).size <= codec.scales
             lost = abs(magnitudes.sum(dtype=np.float64) - np.abs(exact[group]).sum(dtype=np.float64))
             assert lost <= magnitudes.size * (magnitudes.max(initial=0) * 2.0**-23 + TINIEST)
         assert (np.sign(decoded) * np.sign(exact) >= 0).all()
@@ -253,6 +253,14 @@ def test_int2_is_one_of_two_magnitudes(values, decoded):
     np.testing.assert_array_equal(got, np.array(decoded, np.float32))
 
 
+def test_int4_splits_the_magnitudes_three_times():
+    values = np.array([1, -2, 3, -4, 5, -6, 7, -8, 20, 30, -40, 1000], np.float32)
+    # The mean is 93.8. The parts below it are split at 11.5, then at 4.5 and at 30.
+    decoded = [2.5, -2.5, 2.5, -2.5, 6.5, -6.5, 6.5, -6.5, 25, 25, -40, 1000]
+    got = received(VALUE_CODECS["int4"], values, np.array([0, values.size]))
+    np.testing.assert_array_equal(got, np.array(decoded, np.float32))
+
+
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("name", "large"), [("int8", 384 / 127), ("int3", 12 / 3)])
 def test_a_group_of_integers_that_is_not_finite_reads_as_nan(name, large, broken):
@@ -268,7 +276,7 @@ def test_a_group_of_integers_that_is_not_finite_reads_as_nan(name, large, broken
 def test_numbers_are_fixed():
     # Part of the format: a change here breaks hosts that run another release.
     assert {m.name: int(m) for m in IndexCodecId} == {"NONE": 0, "UINT16": 2, "ELIAS_FANO": 3}
-    numbers = {"NONE": 0, "FLOAT32": 1, "FLOAT16": 2, "INT8": 4, "INT2": 7, "INT3": 8}
+    numbers = {"NONE": 0, "FLOAT32": 1, "FLOAT16": 2, "INT8": 4, "INT2": 7, "INT3": 8, "INT4": 9}
     assert {m.name: int(m) for m in ValueCodecId} == numbers
 
 
@@ -325,7 +333,7 @@ def test_what_a_codec_lacks_is_said():
 # -- payloads --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", ["float16", "float32", "int8", "int2"])
+@pytest.mark.parametrize("values", ["float16", "float32", "int8", "int4", "int2"])
 @pytest.mark.parametrize("indices", ["uint16", "elias_fano"])
 def test_a_sender_knows_what_receivers_read_and_no_old_byte_stays(indices, values):
     n, rng = 200_000, np.random.default_rng(0)
@@ -341,5 +349,5 @@ def test_a_sender_knows_what_receivers_read_and_no_old_byte_stays(indices, value
     found = codec.decode(payload, positions.size)
     np.testing.assert_array_equal(found[0], positions)
     np.testing.assert_array_equal(found[1], sent)
-    if values != "int2":
+    if values not in ("int2", "int4"):
         np.testing.assert_allclose(sent, given, atol=0.02)

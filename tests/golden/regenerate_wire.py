@@ -32,7 +32,7 @@ VALUE_CASES = {
     "thirds": ([i / 3.0 - 5.0 for i in range(33)], [0, 33]),
 }
 # The means of "extremes" and "thirds" do round, in float64 first; codecs of means are held by cases that do not.
-MEANS, MEAN_CASES = ("int2",), ("empty", "groups")
+MEANS, MEAN_CASES = ("int2", "int4"), ("empty", "groups")
 
 MESSAGE_POSITIONS = [3, 70, 65_535, 65_536, 99_999]
 MESSAGE_VALUES = [1.0, -0.5, 0.25, 3.0, -0.0009765625]

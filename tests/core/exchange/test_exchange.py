@@ -65,7 +65,7 @@ def test_follows_the_paper_through_the_rampup(options, masking):
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
     sparsity=st.sampled_from([0.0, 0.5, 0.9, 0.999]),
-    values=st.sampled_from(["float32", "float16", "int8", "int3", "int2"]),
+    values=st.sampled_from(["float32", "float16", "int8", "int4", "int3", "int2"]),
     indices=st.sampled_from(["uint16", "elias_fano"]),
     nesterov=st.booleans(),
     dtype=st.sampled_from(["float16", "float32"]),

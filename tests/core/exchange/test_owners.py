@@ -30,6 +30,12 @@ WHEREVER = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def few_sums(monkeypatch):
+    """Let owners save bytes on 8 ranks, as they do by default on more."""
+    monkeypatch.setattr(message, "SUMS_PER_ENTRY", 4)
+
+
 def make(transport, **options):
     return make_exchange(transport, SHAPES, **{**OPTIONS, **options})
 
