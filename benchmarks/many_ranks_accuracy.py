@@ -160,13 +160,14 @@ class Task:
             return float(self.loss(model(x), y))
 
 
-SHIPPED = message.SUMS_PER_ENTRY, message.SUM_VALUES
+SHIPPED = message.SUMS_PER_ENTRY, message.SUM_VALUES, message.OWNERS_SHARE
 
 
 def choose(word: str) -> None:
     """Patch the core's budget for one training."""
     sums, _, codec = word.partition(":")
-    message.SUMS_PER_ENTRY, message.SUM_VALUES = (float(sums), {"int2": codec}) if codec else SHIPPED
+    budget = (float(sums), {"int2": codec}, 1.0) if codec else SHIPPED
+    message.SUMS_PER_ENTRY, message.SUM_VALUES, message.OWNERS_SHARE = budget
 
 
 def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:
@@ -183,10 +184,9 @@ def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:
     gradients_of = vmap(grad(loss_of), in_dims=(None, 0, 0))
     exchanges = []
     if word != "dense":
-        if word != "gather":
-            choose(word)
-        kind = "gather" if word == "gather" else "reduce-scatter"
-        options = {"momentum": 0.0 if task.adam else 0.9, "exchange": kind, **task.options}
+        choose(word)
+        way = "gather" if word == "gather" else "auto"
+        options = {"momentum": 0.0 if task.adam else 0.9, "exchange": way, **task.options}
         config = make_config(options).suited(task.adam)
         layout = make_layout(
             [Parameter(n, tuple(p.shape), "float32") for n, p in zip(names, params, strict=True)], config
@@ -213,15 +213,17 @@ def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:
             refused = [exchange.finish() for exchange in exchanges]
             assert not any(refused)
             means = [torch.from_numpy(result).view_as(p) for result, p in zip(results[0], params, strict=True)]
+            squared = means
         else:
+            squared = [g.mean(0).view_as(p) for g, p in zip(each, params, strict=True)]
             momentum, gain = (BETA1, 1 - BETA1) if task.adam else (0.9, 1.0)
-            for a, g in zip(u, each, strict=True):
-                a.mul_(momentum).add_(g.mean(0).view_as(a), alpha=gain)
+            for a, g in zip(u, squared, strict=True):
+                a.mul_(momentum).add_(g, alpha=gain)
             means = [a / (1 - BETA1 ** (step + 1)) for a in u] if task.adam else u
         with torch.no_grad():
-            for p, m, s in zip(params, means, second, strict=True):
+            for p, m, s, g in zip(params, means, second, squared, strict=True):
                 if task.adam:
-                    s.mul_(BETA2).addcmul_(m, m, value=1 - BETA2)
+                    s.mul_(BETA2).addcmul_(g, g, value=1 - BETA2)
                     p.mul_(1 - rate * 0.01).addcdiv_(m, (s / (1 - BETA2 ** (step + 1))).sqrt() + EPS, value=-rate)
                 else:
                     p.sub_(m, alpha=rate)

@@ -1,4 +1,4 @@
-"""Bytes through a rank in a step, gathered and with owners: ``python benchmarks/many_ranks_bytes.py``.
+"""Bytes through a rank in a step, gathered and as dgc chooses: ``python benchmarks/many_ranks_bytes.py``.
 
 They follow from the plans alone, so they are the same on every machine. What passes through a rank: all messages but
 its own in an allgather or an alltoall, 2 (P - 1) / P of a vector in an allreduce (rings). Beside them Ok-Topk's formula
@@ -54,7 +54,7 @@ def main() -> None:
                 gathered, _ = through_a_rank(layout, density, ranks, deals=False)
                 owners, dealt = through_a_rank(layout, density, ranks, deals=True)
                 row: dict[str, Any] = {"model": model, "parameters": layout.numel, "density": density, "ranks": ranks}
-                row |= {"dense": round(dense), "gather": gathered, "reduce-scatter": owners}
+                row |= {"dense": round(dense), "gather": gathered, "auto": owners}
                 row |= {"buckets": len(layout.buckets), "buckets with owners": dealt}
                 row |= {"ok-topk": round(24 * k * (ranks - 1) / ranks), "bound": 8 * k}
                 rows.append(row)

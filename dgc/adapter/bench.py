@@ -104,40 +104,41 @@ class Found(NamedTuple):
     """The measured times, in seconds.
 
     Attributes:
-        costs: a dense step, a step in 16 bits, and each phase's step with gathering.
-        owners: the last phase's step with owners (reduce-scatter).
-        applied: adding up the received entries in the last phase's step with gathering.
+        costs: a dense step, a step in 16 bits, and each phase's step.
+        gathered: the last phase's step with ``exchange="gather"``.
+        applied: adding up the received entries in that step.
         a_round: one round of a ring.
         a_byte: one byte that passes through a rank.
     """
 
     costs: Costs
-    owners: float
+    gathered: float
     applied: float
     a_round: float
     a_byte: float
 
 
 def loads(layout: Layout, config: DGCConfig, density: float, ranks: int) -> np.ndarray:
-    """Return :meth:`BucketPlan.load`, summed over the buckets, for three steps: dense, gathered, with owners."""
-    ways = ((None, False), (density, False), (density, True))
-    plans = [[entry_plan(b, config, each, ranks, deals=deals) for b in layout.buckets] for each, deals in ways]
+    """Return :meth:`BucketPlan.load`, summed over the buckets, for three steps: dense, gathered, as dgc chooses."""
+    gathering = dataclasses.replace(config, exchange="gather")
+    ways = ((gathering, None), (gathering, density), (config, density))
+    plans = [[entry_plan(b, how, each, ranks, deals=True) for b in layout.buckets] for how, each in ways]
     return np.array([np.sum([plan.load(ranks) for plan in each], axis=0) for each in plans])
 
 
 def predict(found: Found, ranks: int, sizes: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Return the seconds of a step (dense, gathered, with owners) by number of ranks.
+    """Return the seconds of a step (dense, gathered, as dgc chooses) by number of ranks.
 
     A step takes the time of its collectives, a time for each entry that a rank adds up, and a fixed time. ``found`` was
     measured on ``ranks`` ranks, and ``sizes`` has the :func:`loads` by number of ranks.
     """
 
     def row(seconds: np.ndarray, load: np.ndarray) -> np.ndarray:
-        """Return the seconds. If no bucket uses owners, repeat those of gathering."""
+        """Return the seconds. If all buckets are gathered, repeat those of gathering."""
         return seconds if (load[1] != load[2]).any() else seconds[[0, 1, 1]]
 
     prices = np.array([found.a_round, found.a_byte, found.applied / max(sizes[ranks][1, 2], 1)])
-    measured = row(np.array([found.costs.dense, found.costs.sparse[-1], found.owners]), sizes[ranks])
+    measured = row(np.array([found.costs.dense, found.gathered, found.costs.sparse[-1]]), sizes[ranks])
     fixed = np.maximum(measured - sizes[ranks] @ prices, 0.0)
     return {n: measured if n == ranks else row(fixed + load @ prices, load) for n, load in sizes.items()}
 
@@ -149,13 +150,13 @@ def measure(transport: Transport, elements: int, training: Training, *, defers: 
     """
     rows = min(_ROWS, max(1, elements // _COLUMNS))
     config = training.config
-    sparse = [dataclasses.replace(config, sparsity=(1.0 - p.density,), rampup_step=1) for p in training.phases]
-    dealt = dataclasses.replace(sparse[-1], exchange="reduce-scatter")
+    phases = [dataclasses.replace(config, sparsity=(1.0 - p.density,), rampup_step=1) for p in training.phases]
+    gathering = dataclasses.replace(phases[-1], exchange="gather")
     with contextlib.ExitStack() as opened:
         made: list[_TimedSteps] = []
 
         def make() -> dict[str, Any]:
-            for each in (dataclasses.replace(config, exclude=("*",)), dealt, *sparse):
+            for each in (dataclasses.replace(config, exclude=("*",)), *phases, gathering):
                 made.append(opened.enter_context(contextlib.closing(_TimedSteps(each, transport, rows, defers))))
             return {}
 
@@ -169,8 +170,8 @@ def measure(transport: Transport, elements: int, training: Training, *, defers: 
     a_byte = max(0.0, summed / (ranks - 1) - 2 * a_round) * ranks / 2 / whole.nbytes
     seconds = np.array([a_round, a_byte, *np.array([dense, half, applied, *each_phase]) * (elements / whole.size)])
     transport.allreduce(seconds, "max")
-    a_round, a_byte, dense, half, applied, owners, *each_phase = seconds.tolist()
-    return Found(Costs(dense, half, tuple(each_phase)), owners, applied, a_round, a_byte)
+    a_round, a_byte, dense, half, applied, *sparse, gathered = seconds.tolist()
+    return Found(Costs(dense, half, tuple(sparse)), gathered, applied, a_round, a_byte)
 
 
 class _TimedSteps:
@@ -255,7 +256,7 @@ def run_bench(arguments: argparse.Namespace, connect: Callable[[], Transport]) -
         sizes = {n: loads(layout, config, density, n) for n in sorted({transport.size, *(2**i for i in range(1, 11))})}
         ring = f"{1e6 * found.a_round:.0f} us for a round of a ring, {1e-6 / max(found.a_byte, 1e-12):,.0f} MB/s"
         lines.append(f"on other numbers of ranks, DGC with {density:.1%}, in ms (from {ring}):")
-        lines.append("  ranks       dense      gather  reduce-scatter")
+        lines.append("  ranks       dense    gathered  as dgc chooses")
         for n, row in predict(found, transport.size, sizes).items():
             cells = "{:12.1f}{:12.1f}{:16.1f}".format(*1e3 * row)
             lines.append(f"  {n:5,}{cells}   {'measured' if n == transport.size else 'predicted'}")

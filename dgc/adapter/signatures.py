@@ -34,7 +34,7 @@ class CommonOptions(TypedDict, total=False):
     op: Any
     sparse_updates: bool
     hierarchical: bool | int | Literal["auto"]
-    exchange: Literal["gather", "reduce-scatter"]
+    exchange: Literal["auto", "gather"]
     transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport
     loss_scale: Any
     process_set: ProcessSet | None
@@ -87,7 +87,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         op: Any = "average",
         sparse_updates: bool = True,
         hierarchical: bool | int | Literal["auto"] = False,
-        exchange: Literal["gather", "reduce-scatter"] = "gather",
+        exchange: Literal["auto", "gather"] = "auto",
         transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport = "auto",
         loss_scale: Any = 1.0,
         process_set: ProcessSet | None = None,
@@ -129,9 +129,9 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
                 all entries.
             hierarchical: True: the ranks of a node add up their gradients and send as one rank. "auto": only if that
                 saves traffic. A number: groups of this many neighbouring ranks do so.
-            exchange: "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: if
-                that takes fewer bytes, the positions are divided among the ranks, and each rank adds up the entries at
-                its positions for all.
+            exchange: "auto": on many ranks, where it saves bytes, the positions are divided among the ranks, and each
+                rank adds up the entries at its positions for all. "gather": every rank always receives the messages of
+                all others.
             transport: The library that carries the messages; "auto" takes MPI if Horovod runs on MPI, else Horovod or
                 torch.distributed.
             loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.

@@ -47,10 +47,11 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
         if not known:
             with compiling(f"codecs-{name}", part="codecs"):
                 _run_steps(small, ReferenceKernels())
-                if config.exchange != "gather":
-                    # Owners code their sums with another codec. The steps above do not use it: two ranks always gather.
-                    sums = SUM_VALUES.get(config.values, config.values)
-                    _run_steps(dataclasses.replace(small, values=sums), ReferenceKernels())
+                # Owners code their sums with another codec. The steps above do not use it: two ranks always gather.
+                sums, one, bounds = VALUE_CODECS[SUM_VALUES.get(config.values, config.values)], np.ones(1, "f"), [0, 1]
+                block = np.zeros(sums.max_bytes(1, 1), np.uint8)
+                sums.encode(one, np.array(bounds), block)
+                sums.decode(block, 1, np.array(bounds))
 
     def everything() -> Chosen:
         chosen = choose()

@@ -97,9 +97,9 @@ class DGCConfig:
     # True: the ranks of a node add up their gradients and send as one rank. "auto": only if that saves traffic. A
     # number: groups of this many neighbouring ranks do so.
     hierarchical: bool | int | Literal["auto"] = False
-    # "gather": every rank receives the messages of all others. "reduce-scatter", for many ranks: if that takes fewer
-    # bytes, the positions are divided among the ranks, and each rank adds up the entries at its positions for all.
-    exchange: Literal["gather", "reduce-scatter"] = "gather"
+    # "auto": on many ranks, where it saves bytes, the positions are divided among the ranks, and each rank adds up the
+    # entries at its positions for all. "gather": every rank always receives the messages of all others.
+    exchange: Literal["auto", "gather"] = "auto"
     # Seed of the random numbers. These also depend on rank, step and tensor.
     seed: int = 0
     # False drops the entries that are not sent, for control experiments: accuracy collapses. No constructor has this
@@ -131,7 +131,7 @@ class DGCConfig:
         require_flag("sparse_updates", self.sparse_updates)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))
-        require_choice("exchange", self.exchange, ("gather", "reduce-scatter"))
+        require_choice("exchange", self.exchange, ("auto", "gather"))
         if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
             if isinstance(self.hierarchical, str):
                 raise ConfigError(

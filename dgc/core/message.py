@@ -213,6 +213,10 @@ SUMS_PER_ENTRY: float = 8
 # two bits that costs accuracy, and four are as good as eight.
 SUM_VALUES = {"int2": "int4"}
 
+# Owners add up entries if this takes at most this share of the bytes of gathering. Small savings do not pay for a second
+# collective and for rounding sums.
+OWNERS_SHARE = 0.6
+
 # A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
 # entries that do not fit, less than 0.9 % / sqrt(mean) of all, are sent later.
 PART_MARGIN = 2.0
@@ -345,7 +349,7 @@ def make_plan(
 ) -> BucketPlan:
     """Decide how ``bucket`` is sent as selected entries with these codecs; see :func:`plan_for`.
 
-    With ``deals``, owners add up the entries if this moves fewer bytes than gathering.
+    With ``deals``, owners add up the entries if this saves enough bytes: see ``OWNERS_SHARE``.
     """
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
     codec = SparseCodec(bucket, sum(ks), indices, values)
@@ -353,7 +357,7 @@ def make_plan(
     dealing, payload = None, codec.max_bytes
     if deals and ks:
         offered = Dealing(bucket, ks, ranks, indices, values, small)
-        if offered.small_at + offered.payload_bytes < payload:
+        if offered.small_at + offered.payload_bytes <= OWNERS_SHARE * payload:
             dealing, payload = offered, offered.payload_bytes
             ids = (compressor, int(codec.indices.id), int(offered.second[0].values.id))
     return plan_for(

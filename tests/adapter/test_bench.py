@@ -69,7 +69,7 @@ def test_all_ranks_measure_the_same(elements):
     training = training_of(arguments(optimizer="adamw"))
     one, other = run_ranks(2, lambda transport: measure(transport, elements, training))
     assert one == other
-    assert min(one.costs.dense, one.owners, one.applied, one.a_round, *one.costs.sparse) > 0
+    assert min(one.costs.dense, one.gathered, one.applied, one.a_round, *one.costs.sparse) > 0
     assert one.a_byte >= 0
     assert len(one.costs.sparse) == 2
     assert one.applied < one.costs.sparse[-1]
@@ -91,7 +91,7 @@ def test_a_larger_model_costs_as_many_times_more(monkeypatch, defers):
 
 # -- other numbers of ranks --------------------------------------------------------------------------------------------
 
-FOUND = Found(Costs(dense=1.0, half=0.6, sparse=(9.0, 0.5)), owners=0.4, applied=0.1, a_round=1e-3, a_byte=1e-6)
+FOUND = Found(Costs(dense=1.0, half=0.6, sparse=(9.0, 0.4)), gathered=0.5, applied=0.1, a_round=1e-3, a_byte=1e-6)
 
 
 def test_a_prediction_is_a_fixed_time_and_prices_of_rounds_bytes_and_entries():
@@ -105,7 +105,7 @@ def test_a_prediction_is_a_fixed_time_and_prices_of_rounds_bytes_and_entries():
     )
 
 
-def test_where_owners_would_save_nothing_the_times_are_those_of_gathering():
+def test_if_all_buckets_are_gathered_the_times_are_those_of_gathering():
     few = np.array([[2, 200, 0], [1, 50, 1000], [1, 50, 1000]])
     many = np.array([[14, 250, 0], [7, 100, 2000], [14, 70, 1600]])
     rows = predict(FOUND, 2, {2: few, 8: many})

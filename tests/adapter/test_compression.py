@@ -67,7 +67,7 @@ def test_settings_of_a_file():
         "weight_decay": "1e-4",
         "exclude": ["*.bias", "3"],
         "hierarchical": "auto",
-        "exchange": "reduce-scatter",
+        "exchange": "gather",
     }
     name, tensors, optimizer, options = made.from_dict(settings)
     assert (name, tensors, optimizer) == ("dgc", None, None)
@@ -79,7 +79,7 @@ def test_settings_of_a_file():
         "weight_decay": 1e-4,
         "exclude": ["*.bias", "3"],
         "hierarchical": "auto",
-        "exchange": "reduce-scatter",
+        "exchange": "gather",
     }
     assert Ours(options).config.sparsity == (0.75, 0.999)
     assert made.from_dict({"name": "none"}) is made.none

@@ -115,7 +115,7 @@ class TopKEncoder(Encoder):
     _sent: SparseValues
 
     def _make_plan(self, density: float | None) -> BucketPlan:
-        return entry_plan(self._bucket, self._config, density, self._ranks, deals=deals(self._config, self._transport))
+        return entry_plan(self._bucket, self._config, density, self._ranks, deals=self._transport.has_alltoall)
 
     @override
     def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection]:
@@ -254,11 +254,6 @@ class AlgorithmEncoder(Encoder):
 def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport) -> list[Encoder]:
     """Return the encoder of each bucket of the layout, with the plans of all densities of the schedule."""
     algorithm = None if runs_on_devices(config) else compressor_class(config.algorithm)(config)
-    if algorithm is not None and config.exchange != "gather":
-        raise ConfigError(
-            f"exchange={config.exchange!r} serves the compressors dgc and topk; messages of {algorithm.name!r} are "
-            "always gathered: leave exchange out"
-        )
     made: list[Encoder] = []
     for bucket in layout.buckets:
         made.append(
@@ -272,7 +267,7 @@ def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport
 
 
 def entry_plan(bucket: Bucket, config: DGCConfig, density: float | None, ranks: int, *, deals: bool) -> BucketPlan:
-    """Return how dgc and topk send a bucket. With ``deals``, owners add up entries where this moves fewer bytes."""
+    """Return how dgc and topk send a bucket. With ``deals``, the transport has alltoall."""
     exact = _is_exact(config, density)
     return make_plan(
         bucket,
@@ -282,18 +277,13 @@ def entry_plan(bucket: Bucket, config: DGCConfig, density: float | None, ranks: 
         values="float32" if exact else config.values,
         compressor=compressor_class(config.algorithm).number,
         small="float32" if exact else config.small,
-        deals=deals,
+        deals=deals and config.exchange == "auto",
     )
 
 
 def _is_exact(config: DGCConfig, density: float | None) -> bool:
     """Return whether tensors are sent uncompressed: in dense steps, and always if sparsity is 0."""
     return density is None or compressor_class(config.algorithm).sends_all(density)
-
-
-def deals(config: DGCConfig, transport: Transport) -> bool:
-    """Return whether owners may add up entries: the user chose this, and the transport has alltoall."""
-    return config.exchange == "reduce-scatter" and transport.size > 1 and transport.has_alltoall
 
 
 def runs_on_devices(config: DGCConfig) -> bool:

@@ -14,7 +14,7 @@ from dgc.core.collectives import Transport, gather_rows
 from dgc.core.compressors import compressor_class
 from dgc.core.config import DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange, BucketStep
-from dgc.core.exchange.encoders import deals, make_encoders
+from dgc.core.exchange.encoders import make_encoders
 from dgc.core.exchange.entries import EntrySum
 from dgc.core.exchange.nodes import NodeSums
 from dgc.core.exchange.pipeline import Clipping, Pipeline, quiet
@@ -56,7 +56,9 @@ class Exchange:
         self.layout, self.config, self.transport = layout, config, transport
         self.kernels = kernels = kernels.for_exchange()
         self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-        place = (transport.rank, transport.size) if deals(config, transport) else None
+        encoders = make_encoders(layout, config, kernels, transport)
+        plans = [each.plan_at(1.0 - sparsity) for each in encoders for sparsity in config.sparsity]
+        place = (transport.rank, transport.size) if any(plan.dealing for plan in plans) else None
         self.state = State(layout, kernels, config.own_share(transport.size), place)
         self.stats = Stats()
         self.loss_scale: LossScale = loss_scale
@@ -67,7 +69,7 @@ class Exchange:
         self.latest = LatestStep()
         self._buckets = [
             BucketExchange(bucket, encoder, self.state, config, kernels, transport)
-            for bucket, encoder in zip(layout.buckets, make_encoders(layout, config, kernels, transport), strict=True)
+            for bucket, encoder in zip(layout.buckets, encoders, strict=True)
         ]
         clipping = Clipping(config, kernels, transport.size)
         nodes = None if transport.inside is None else NodeSums(config, kernels, transport)
