@@ -27,7 +27,7 @@ BUCKETS = {"dgc-b-4mib": 4, "dgc-b-100mib": 100}
 EXCHANGES = {
     f"{exchange}-{percent:g}": {"exchange": exchange, "sparsity": 1 - percent / 100}
     for percent in (0.1, 5)
-    for exchange in ("gather", "reduce-scatter")
+    for exchange in ("gather", "auto")
 }
 """Our wrapper with each exchange; 0.1 or 5 % of the entries are sent."""
 OURS = ("dgc-a", "dgc-b", RESULTS, HALVES, *BUCKETS, *FAMILY, *EXCHANGES)

@@ -47,11 +47,12 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
         if not known:
             with compiling(f"codecs-{name}", part="codecs"):
                 _run_steps(small, ReferenceKernels())
-                # Owners code their sums with another codec. The steps above do not use it: two ranks always gather.
-                sums, one, bounds = VALUE_CODECS[SUM_VALUES.get(config.values, config.values)], np.ones(1, "f"), [0, 1]
-                block = np.zeros(sums.max_bytes(1, 1), np.uint8)
-                sums.encode(one, np.array(bounds), block)
-                sums.decode(block, 1, np.array(bounds))
+                # Owners code their sums with other codecs. The steps above do not use them: two ranks always gather.
+                for sums in SUM_VALUES.get(config.values, ()):
+                    codec, bounds = VALUE_CODECS[sums], np.array([0, 1])
+                    block = np.zeros(codec.max_bytes(1, 1), np.uint8)
+                    codec.encode(np.ones(1, np.float32), bounds, block)
+                    codec.decode(block, 1, bounds)
 
     def everything() -> Chosen:
         chosen = choose()

@@ -209,9 +209,10 @@ PART_MAGIC = b"DGCp"
 # trainings on 16 and 64 ranks ended above gathered ones; with eight, they ended where those did (docs/many-ranks.md).
 SUMS_PER_ENTRY: float = 8
 
-# The codec of an owner's sums, if it differs from the codec of entries. A sum of rounded entries is rounded again: with
-# two bits that costs accuracy, and four are as good as eight.
-SUM_VALUES = {"int2": "int4"}
+# The codecs of an owner's sums, if they differ from the codec of entries; the one that takes fewer bytes is used. A sum
+# of rounded entries is rounded again: with two bits that costs accuracy, and four are as good as eight. Eight take fewer
+# bytes where an owner has few sums of each tensor, because "int4" has eight means for a tensor, and "int8" has one scale.
+SUM_VALUES = {"int2": ("int4", "int8")}
 
 # Owners add up entries if this takes at most this share of the bytes of gathering. Small savings do not pay for a second
 # collective and for rounding sums.
@@ -246,8 +247,9 @@ class Dealing:
         self.capacity = min(places, math.ceil(mean + PART_MARGIN * math.sqrt(mean)))
         self.ks = tuple(min(places, math.ceil(SUMS_PER_ENTRY * k / ranks)) for k in ks)
         self.first = [SparseCodec(each, self.capacity, indices, values) for each in self.stripes]
-        most, sums = min(places, sum(self.ks)), SUM_VALUES.get(values, values)
-        self.second = [SparseCodec(each, most, indices, sums) for each in self.stripes]
+        most, sums = min(places, sum(self.ks)), SUM_VALUES.get(values, (values,))
+        offered = [[SparseCodec(each, most, indices, name) for each in self.stripes] for name in sums]
+        self.second = min(offered, key=lambda codecs: codecs[0].max_bytes)
         coded = small != "float32" and bucket.small_size
         self.small = [SmallCodec(bucket, small, each.small) for each in self.stripes] if coded else []
         self.small_bytes = max((each.max_bytes for each in self.small), default=0)

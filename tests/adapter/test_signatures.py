@@ -67,7 +67,7 @@ MISTAKES = {
     'dgc.Compression.topk(sparsity="a lot")': "sparsity",
     "dgc.Compression.powersgd()": "powersgd",
     'dgc.DistributedOptimizer(optimizer, compression="dgc")': "DistributedOptimizer",
-    'dgc.Compression.dgc(values="int4")': "values",
+    'dgc.Compression.dgc(values="int5")': "values",
     "dgc.Compression.qsgd(momentum=0.9)": "momentum",
     'dgc.Compression.strom(min_numel="many")': "min_numel",
     "dgc.DistributedOptimizer(optimizer, compression=dgc.Compression.topk)": "DistributedOptimizer",
