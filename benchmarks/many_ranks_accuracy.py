@@ -2,11 +2,11 @@
 
     taskset -c 0 python benchmarks/many_ranks_accuracy.py gpt 16 dense gather owners 4:int8 --seeds 0 1 --json FILE
 
-Each word after the number of ranks is one training: ``dense``; ``gather``; ``owners``, with the budget of the package; or a number of sums
-that an owner sends for each entry that one rank sends to it on average, and the codec of their values. ``batch`` among
+Each word after the number of ranks is one training: ``dense``; ``gather``; ``owners``, with the
+budget of the package; or ``N:codec``: owners send N sums, in this codec, for each entry of one rank. ``batch`` among
 the words: each rank has as many samples as 4 ranks have, instead of its part of one global batch. Every rank has the
 core's own exchange, over :mod:`dgc.transport.local`; their gradients are computed together. On one core (``taskset``)
-the ranks' threads take turns; on several they compete for Python's lock, and a step takes five times the processor time.
+the ranks' threads take turns. On several they compete for Python's lock, and a step takes five times as long.
 """
 
 from __future__ import annotations
@@ -165,8 +165,10 @@ SHIPPED = message.SUMS_PER_ENTRY, message.SUM_VALUES
 
 def choose(word: str) -> None:
     """Patch the core's budget for one training, and let owners add up even where they save few bytes."""
-    sums, _, codec = word.partition(":")
-    message.SUMS_PER_ENTRY, message.SUM_VALUES = (float(sums), {"int2": (codec,)}) if codec else SHIPPED
+    message.SUMS_PER_ENTRY, message.SUM_VALUES = SHIPPED
+    if word not in ("gather", "owners"):
+        sums, codec = word.split(":")
+        message.SUMS_PER_ENTRY, message.SUM_VALUES = float(sums), {"int2": (codec,)}
     message.OWNERS_SHARE = 1.0
 
 

@@ -35,9 +35,10 @@ MODELS = {"resnet50": resnet50, "gpt2": gpt2}
 RESULT = Path(__file__).parent / "results" / "many-ranks-bytes.json"
 
 
-def through_a_rank(layout: Layout, density: float, ranks: int, *, deals: bool) -> tuple[int, int]:
+def through_a_rank(layout: Layout, density: float, ranks: int, exchange: str) -> tuple[int, int]:
     """Return the bytes that pass through a rank, and how many buckets have owners."""
-    plans = [entry_plan(bucket, make_config({}), density, ranks, deals=deals) for bucket in layout.buckets]
+    config = make_config({"exchange": exchange})
+    plans = [entry_plan(bucket, config, density, ranks) for bucket in layout.buckets]
     return round(sum(plan.load(ranks)[1] for plan in plans)), sum(plan.way == "owners" for plan in plans)
 
 
@@ -51,8 +52,8 @@ def main() -> None:
             k = sum(entries_to_send(s.length, density) for b in layout.buckets for s in b.sparse)
             for ranks in RANKS:
                 dense = 2 * (ranks - 1) / ranks * 4 * layout.numel
-                gathered, _ = through_a_rank(layout, density, ranks, deals=False)
-                owners, dealt = through_a_rank(layout, density, ranks, deals=True)
+                gathered, _ = through_a_rank(layout, density, ranks, "gather")
+                owners, dealt = through_a_rank(layout, density, ranks, "auto")
                 row: dict[str, Any] = {"model": model, "parameters": layout.numel, "density": density, "ranks": ranks}
                 row |= {"dense": round(dense), "gather": gathered, "auto": owners}
                 row |= {"buckets": len(layout.buckets), "buckets with owners": dealt}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import json
 import statistics
 import sys
 import time

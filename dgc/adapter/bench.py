@@ -122,7 +122,7 @@ def loads(layout: Layout, config: DGCConfig, density: float, ranks: int) -> np.n
     """Return :meth:`BucketPlan.load`, summed over the buckets, for three steps: dense, gathered, as dgc chooses."""
     gathering = dataclasses.replace(config, exchange="gather")
     ways = ((gathering, None), (gathering, density), (config, density))
-    plans = [[entry_plan(b, how, each, ranks, deals=True) for b in layout.buckets] for how, each in ways]
+    plans = [[entry_plan(b, how, each, ranks) for b in layout.buckets] for how, each in ways]
     return np.array([np.sum([plan.load(ranks) for plan in each], axis=0) for each in plans])
 
 
@@ -134,8 +134,8 @@ def predict(found: Found, ranks: int, sizes: dict[int, np.ndarray]) -> dict[int,
     """
 
     def row(seconds: np.ndarray, load: np.ndarray) -> np.ndarray:
-        """Return the seconds. If all buckets are gathered, repeat those of gathering."""
-        return seconds if (load[1] != load[2]).any() else seconds[[0, 1, 1]]
+        """Return the seconds. If all buckets are gathered, both columns have one time."""
+        return seconds if (load[1] != load[2]).any() else seconds[[0, 2, 2]]
 
     prices = np.array([found.a_round, found.a_byte, found.applied / max(sizes[ranks][1, 2], 1)])
     measured = row(np.array([found.costs.dense, found.gathered, found.costs.sparse[-1]]), sizes[ranks])
@@ -164,9 +164,9 @@ def measure(transport: Transport, elements: int, training: Training, *, defers: 
         dense, *each_phase = (_median(steps.take) for steps in made)
         applied = statistics.median(made[-1].applied[-_STEPS:])
     whole, ranks, small = np.zeros(rows * _COLUMNS, np.float32), transport.size, np.zeros(256, np.uint8)
-    gathered, summed = np.zeros((ranks, small.size), np.uint8), _median(lambda: transport.allreduce(whole))
+    came, summed = np.zeros((ranks, small.size), np.uint8), _median(lambda: transport.allreduce(whole))
     half = dense - min(max(summed - _median(lambda: transport.allreduce(whole[::2].copy())), 0.0), dense)
-    a_round = _median(lambda: transport.allgather(small, gathered)) / (ranks - 1)
+    a_round = _median(lambda: transport.allgather(small, came)) / (ranks - 1)
     a_byte = max(0.0, summed / (ranks - 1) - 2 * a_round) * ranks / 2 / whole.nbytes
     seconds = np.array([a_round, a_byte, *np.array([dense, half, applied, *each_phase]) * (elements / whole.size)])
     transport.allreduce(seconds, "max")

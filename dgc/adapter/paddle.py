@@ -157,7 +157,8 @@ class PaddleOptions:
             min_numel=self.min_numel,
             include=tuple(glob.escape(p.name) for p in large if p.dtype in self.dtypes and len(p.shape) <= 1),
             exclude=(*self.exclude, *(glob.escape(p.name) for p in large if p.dtype not in self.dtypes)),
-            # Paddle sends values as float32.
+            # Paddle sends values as float32, and every rank receives the messages of all others.
+            exchange="gather",
             **{"values": "float32", "small": "float32", **self.codecs},
         )
 

@@ -129,9 +129,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
                 all entries.
             hierarchical: True: the ranks of a node add up their gradients and send as one rank. "auto": only if that
                 saves traffic. A number: groups of this many neighbouring ranks do so.
-            exchange: "auto": on many ranks, where it saves bytes, the positions are divided among the ranks, and each
-                rank adds up the entries at its positions for all. "gather": every rank always receives the messages of
-                all others.
+            exchange: "auto": where it saves enough bytes (from about 16 ranks on), each rank adds up a share of the
+                positions for all ranks. "gather": every rank receives the messages of all others.
             transport: The library that carries the messages; "auto" takes MPI if Horovod runs on MPI, else Horovod or
                 torch.distributed.
             loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.

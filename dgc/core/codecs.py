@@ -450,9 +450,9 @@ class IntegerValues(_Quantized):
 class MeanValues(_Quantized):
     """Write each entry as its sign and the number of one of its group's mean magnitudes.
 
-    The group's magnitudes are split at their mean. With 4 bits each part is split at its own mean, and once more; so
-    there are 8 parts, and large values have parts of their own. An entry is decoded as the mean of its part. So, in
-    exact arithmetic, the sum of a group's magnitudes is preserved, and so is a single large entry.
+    With 2 bits, the group's magnitudes are split at their mean. With 4 bits, each part is split twice more, at its own
+    mean, which makes 8 parts. An entry is decoded as its part's mean. So, in exact arithmetic, the sum of a group's
+    magnitudes is preserved, and so is a single large entry.
     """
 
     def __init__(self, bits: int) -> None:

@@ -143,15 +143,6 @@ class _Wrapped(Transport):
         self.given.allreduce(array, op)
 
     @override
-    def alltoall(self, message: np.ndarray, out: np.ndarray) -> None:
-        self.given.alltoall(message, out)  # type: ignore[attr-defined]
-
-    @property
-    @override
-    def has_alltoall(self) -> bool:
-        return hasattr(self.given, "alltoall")
-
-    @override
     def close(self) -> None:
         self.given.close()
 

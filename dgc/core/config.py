@@ -97,8 +97,8 @@ class DGCConfig:
     # True: the ranks of a node add up their gradients and send as one rank. "auto": only if that saves traffic. A
     # number: groups of this many neighbouring ranks do so.
     hierarchical: bool | int | Literal["auto"] = False
-    # "auto": on many ranks, where it saves bytes, the positions are divided among the ranks, and each rank adds up the
-    # entries at its positions for all. "gather": every rank always receives the messages of all others.
+    # "auto": where it saves enough bytes (from about 16 ranks on), each rank adds up a share of the positions for all
+    # ranks. "gather": every rank receives the messages of all others.
     exchange: Literal["auto", "gather"] = "auto"
     # Seed of the random numbers. These also depend on rank, step and tensor.
     seed: int = 0

@@ -11,6 +11,7 @@ on all sizes without asking each other, and a resumed run makes the same plans.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -205,17 +206,17 @@ class Mode(enum.Enum):
 PART_HEADER = np.dtype([("magic", "S4"), ("count", "<u4")])
 PART_MAGIC = b"DGCp"
 
-# How many sums an owner sends for each entry that it gets from one rank, on average over the owners. With four, small
-# trainings on 16 and 64 ranks ended above gathered ones; with eight, they ended where those did (docs/many-ranks.md).
+# How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
+# docs/many-ranks.md has the losses of trainings with other numbers.
 SUMS_PER_ENTRY: float = 8
 
-# The codecs of an owner's sums, if they differ from the codec of entries; the one that takes fewer bytes is used. A sum
-# of rounded entries is rounded again: with two bits that costs accuracy, and four are as good as eight. Eight take fewer
-# bytes where an owner has few sums of each tensor, because "int4" has eight means for a tensor, and "int8" has one scale.
-SUM_VALUES = {"int2": ("int4", "int8")}
+# Codecs for an owner's sums, by the codec of entries; the shortest is used. Sums of 2-bit entries need at least four
+# bits, and eight are not better. "int8" is shorter where an owner has few sums of a tensor: it has one scale for each
+# tensor, and "int4" has eight.
+SUM_VALUES = {"int2": ("int4", "int8"), "int3": ("int4", "int8")}
 
-# Owners add up entries if this takes at most this share of the bytes of gathering. Small savings do not pay for a second
-# collective and for rounding sums.
+# Owners add up entries if this takes at most this share of the bytes of gathering. A smaller saving does not pay for a
+# second collective and a second rounding.
 OWNERS_SHARE = 0.6
 
 # A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
@@ -247,9 +248,10 @@ class Dealing:
         self.capacity = min(places, math.ceil(mean + PART_MARGIN * math.sqrt(mean)))
         self.ks = tuple(min(places, math.ceil(SUMS_PER_ENTRY * k / ranks)) for k in ks)
         self.first = [SparseCodec(each, self.capacity, indices, values) for each in self.stripes]
-        most, sums = min(places, sum(self.ks)), SUM_VALUES.get(values, (values,))
-        offered = [[SparseCodec(each, most, indices, name) for each in self.stripes] for name in sums]
-        self.second = min(offered, key=lambda codecs: codecs[0].max_bytes)
+        most = min(places, sum(self.ks))
+        sums = (SparseCodec(self.stripes[0], most, indices, name) for name in SUM_VALUES.get(values, (values,)))
+        chosen = min(sums, key=lambda codec: codec.max_bytes).values.name
+        self.second = [SparseCodec(each, most, indices, chosen) for each in self.stripes]
         coded = small != "float32" and bucket.small_size
         self.small = [SmallCodec(bucket, small, each.small) for each in self.stripes] if coded else []
         self.small_bytes = max((each.max_bytes for each in self.small), default=0)
@@ -356,15 +358,14 @@ def make_plan(
     ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
     codec = SparseCodec(bucket, sum(ks), indices, values)
     ids = (compressor, int(codec.indices.id), int(codec.values.id))
-    dealing, payload = None, codec.max_bytes
-    if deals and ks:
-        offered = Dealing(bucket, ks, ranks, indices, values, small)
-        if offered.small_at + offered.payload_bytes <= OWNERS_SHARE * payload:
-            dealing, payload = offered, offered.payload_bytes
-            ids = (compressor, int(codec.indices.id), int(offered.second[0].values.id))
-    return plan_for(
-        bucket, ids, ks, payload, density=density, ranks=ranks, small=small, selection=codec, dealing=dealing
-    )
+    plan = functools.partial(plan_for, bucket, ks=ks, density=density, ranks=ranks, small=small, selection=codec)
+    gathered = plan(ids=ids, payload_bytes=codec.max_bytes)
+    if not (deals and ks):
+        return gathered
+    dealing = Dealing(bucket, ks, ranks, indices, values, small)
+    ids = (compressor, int(codec.indices.id), int(dealing.second[0].values.id))
+    owners = plan(ids=ids, payload_bytes=dealing.payload_bytes, dealing=dealing)
+    return owners if owners.load(ranks)[1] <= OWNERS_SHARE * gathered.load(ranks)[1] else gathered
 
 
 def plan_for(

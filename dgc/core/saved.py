@@ -148,7 +148,7 @@ def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[s
                 f"parameter {name!r} is {now} here but was {then} when the state was saved; "
                 "use the same min_numel, include and exclude"
             )
-        if "error" in entry and name not in small:
+        if {"error", "w"} & set(entry) and not sparsified[name] and name not in small:
             raise LayoutError(
                 f"parameter {name!r} is sent exactly here, but was coded when the state was saved; the codec's saved "
                 "error would be lost: use the same exclude"

@@ -109,8 +109,8 @@ def test_if_all_buckets_are_gathered_the_times_are_those_of_gathering():
     few = np.array([[2, 200, 0], [1, 50, 1000], [1, 50, 1000]])
     many = np.array([[14, 250, 0], [7, 100, 2000], [14, 70, 1600]])
     rows = predict(FOUND, 2, {2: few, 8: many})
-    assert rows[2] == pytest.approx([1.0, 0.5, 0.5])
-    fixed = 0.5 - 0.00105 - 0.1
+    assert rows[2] == pytest.approx([1.0, 0.4, 0.4])
+    fixed = 0.4 - 0.00105 - 0.1
     assert rows[8][2] == pytest.approx(fixed + 0.01407 + 0.16)
     rows = predict(FOUND, 8, {2: few, 8: many})
     assert rows[2][1] == rows[2][2]

@@ -4,6 +4,7 @@ import pytest
 from model_shapes import resnet50_shapes
 
 from dgc.core.compressors import make_config
+from dgc.core.exchange.encoders import entry_plan
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.message import Mode, make_plan
 
@@ -72,3 +73,26 @@ def test_what_a_user_named_stays_exact_beside_what_is_coded():
         exact = [s for s in bucket.dense if s not in bucket.small]
         assert all(s.offset >= bucket.sparse_size + plan.plain_start for s in exact)
         assert plan.inline_bytes == 4 * (bucket.size - bucket.sparse_size - bucket.small_size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "density", "ranks", "way", "sums"),
+    [
+        ((2000, 2000), 0.05, 8, "gathered", None),
+        ((2000, 2000), 0.05, 16, "owners", "int4"),
+        ((2000, 2000), 0.001, 8, "gathered", None),
+        ((2000, 2000), 0.001, 16, "owners", "int4"),
+        ((2000, 2000), 0.001, 1024, "owners", "int8"),  # four sums an owner: eight means would be longer
+        ((64, 32), 0.05, 64, "gathered", None),  # two headers
+    ],
+)
+def test_owners_add_up_where_that_saves_enough_bytes(shape, density, ranks, way, sums):
+    config = make_config({})
+    (bucket,) = make_layout([Parameter("a", shape, "float32")], config).buckets
+    plan = entry_plan(bucket, config, density, ranks)
+    assert plan.way == way
+    assert plan.dealing is None or plan.dealing.second[0].values.name == sums
+    gathered = entry_plan(bucket, make_config({"exchange": "gather"}), density, ranks)
+    assert plan.dealing is None or plan.load(ranks)[1] <= 0.6 * gathered.load(ranks)[1]
+    for other in (gathered, entry_plan(bucket, config, density, ranks, has_alltoall=False)):
+        assert other.dealing is None

@@ -115,7 +115,7 @@ class TopKEncoder(Encoder):
     _sent: SparseValues
 
     def _make_plan(self, density: float | None) -> BucketPlan:
-        return entry_plan(self._bucket, self._config, density, self._ranks, deals=self._transport.has_alltoall)
+        return entry_plan(self._bucket, self._config, density, self._ranks, has_alltoall=self._transport.has_alltoall)
 
     @override
     def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection]:
@@ -266,8 +266,10 @@ def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport
     return made
 
 
-def entry_plan(bucket: Bucket, config: DGCConfig, density: float | None, ranks: int, *, deals: bool) -> BucketPlan:
-    """Return how dgc and topk send a bucket. With ``deals``, the transport has alltoall."""
+def entry_plan(
+    bucket: Bucket, config: DGCConfig, density: float | None, ranks: int, *, has_alltoall: bool = True
+) -> BucketPlan:
+    """Return how dgc and topk send a bucket over a transport, with or without alltoall."""
     exact = _is_exact(config, density)
     return make_plan(
         bucket,
@@ -277,7 +279,7 @@ def entry_plan(bucket: Bucket, config: DGCConfig, density: float | None, ranks: 
         values="float32" if exact else config.values,
         compressor=compressor_class(config.algorithm).number,
         small="float32" if exact else config.small,
-        deals=deals and config.exchange == "auto",
+        deals=has_alltoall and config.exchange == "auto",
     )
 
 

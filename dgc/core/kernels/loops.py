@@ -242,7 +242,7 @@ def add_integers(
 def encode_means(values: np.ndarray, bounds: np.ndarray, bits: int, means: np.ndarray, codes: np.ndarray) -> None:
     """Encode values as ``int2`` or ``int4``: a sign, in bit 0, and the number of one of the group's mean magnitudes.
 
-    A group's magnitudes are split at their mean, each part is split at its own mean, and so on.
+    A group's magnitudes are split at their mean, and each part at its own mean, until there are 2^(bits - 1) parts.
 
     Args:
         values: (k,) float32.
