@@ -30,7 +30,7 @@ class Lab:
     long.)
 
     Args:
-        hosts: how many, 2 to 8.
+        hosts: how many, 2 to 16.
         rate: of every host's link, both ways: "1gbit", "100mbit" or bits a second; None: no limit.
         pin: give each host cores of its own, as many as there are for each, and one thread to the numerical libraries
             where that is one core.
@@ -43,8 +43,8 @@ class Lab:
     def __init__(
         self, hosts: int = 2, rate: str | int | None = "1gbit", pin: bool = False, launcher: str = "mpirun"
     ) -> None:
-        if not 2 <= hosts <= 8:
-            raise LabError(f"a lab has 2 to 8 hosts, not {hosts}")
+        if not 2 <= hosts <= 16:
+            raise LabError(f"a lab has 2 to 16 hosts, not {hosts}")
         bits = links.bits_per_second(rate) if isinstance(rate, str) else rate
         require(launcher)
         self.folder = leftovers.make_folder()

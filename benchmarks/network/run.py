@@ -23,7 +23,7 @@ from network.links import DEVICE
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=2, help="2 to 8")
+    parser.add_argument("--hosts", type=int, default=2, help="2 to 16")
     parser.add_argument("--ranks-each", type=int, default=1, help="ranks of each host")
     parser.add_argument("--rate", default="1gbit", help="of each link, both ways: 10gbit, 100mbit, none, ...")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="mpirun", help="gloo: horovodrun --gloo")

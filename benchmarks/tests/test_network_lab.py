@@ -113,8 +113,8 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda name, path: None)
     assert "apt install iproute2" in requirements.missing()
-    with pytest.raises(LabError, match="2 to 8 hosts"):
-        Lab(9)
+    with pytest.raises(LabError, match="2 to 16 hosts"):
+        Lab(17)
 
 
 def wait_until(condition, job=None, seconds=600.0):
