@@ -282,7 +282,7 @@ TASKS = {
         lambda progress: 1.0,
     ),
     "gpt-10m": _gpt_task(64, 4, 384, 6, 6, 1e-3),
-    "gpt-30m": _gpt_task(64, 4, 512, 10, 8, 6e-4),
+    "gpt-19m": _gpt_task(64, 4, 448, 8, 8, 8e-4),
 }
 
 

@@ -6,6 +6,7 @@ u and v differ between ranks once sparsification has begun, and must never be br
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -132,10 +133,10 @@ class State:
     """
 
     def __init__(
-        self, layout: Layout, kernels: Kernels, own_share: float = 1.0, place: tuple[int, int] | None = None
+        self, layout: Layout, kernels: Kernels, own_share: float = 1.0, stripes: Sequence[Stripes | None] = ()
     ) -> None:
-        """Start from zeros at step 0. ``place`` is (rank, number of ranks) if ranks own positions."""
-        self._place_among = place
+        """Start from zeros at step 0. ``stripes`` has each bucket's positions that this rank owns, if ranks own any."""
+        self._stripes = stripes or [None] * len(layout.buckets)
         self._layout, self._kernels, self._memory = layout, kernels, kernels.memory
         self.own_share = own_share
         self.reset()
@@ -143,9 +144,9 @@ class State:
     def reset(self) -> None:
         """Forget everything: zeros, step 0."""
         self.step = 0
-        place = self._place_among
         self.buckets = [
-            BucketState(b, self._kernels, Stripes(b, *place) if place else None) for b in self._layout.buckets
+            BucketState(bucket, self._kernels, stripes)
+            for bucket, stripes in zip(self._layout.buckets, self._stripes, strict=True)
         ]
 
     def copy(self) -> State:

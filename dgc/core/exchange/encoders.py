@@ -22,6 +22,7 @@ from dgc.core.kernels.base import Kernels, SegmentWork, Selection, is_finite
 from dgc.core.layout import Bucket, Layout
 from dgc.core.message import BucketPlan, Mode, make_plan, plan_for
 from dgc.core.state import BucketState
+from dgc.core.stripes import Stripes
 from dgc.errors import ConfigError
 
 
@@ -46,6 +47,12 @@ class Encoder(ABC):
         if density not in self._plans:
             self._plans[density] = self._make_plan(density)
         return self._plans[density]
+
+    @property
+    def owned(self) -> Stripes | None:
+        """The positions that this rank owns; None if no plan so far has owners."""
+        dealings = (plan.dealing for plan in self._plans.values() if plan.dealing)
+        return next((each.stripes[self._transport.rank] for each in dealings), None)
 
     @abstractmethod
     def _make_plan(self, density: float | None) -> BucketPlan: ...

@@ -57,9 +57,7 @@ class Exchange:
         self.kernels = kernels = kernels.for_exchange()
         self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
         encoders = make_encoders(layout, config, kernels, transport)
-        plans = [each.plan_at(1.0 - sparsity) for each in encoders for sparsity in config.sparsity]
-        place = (transport.rank, transport.size) if any(plan.dealing for plan in plans) else None
-        self.state = State(layout, kernels, config.own_share(transport.size), place)
+        self.state = State(layout, kernels, config.own_share(transport.size), [each.owned for each in encoders])
         self.stats = Stats()
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}

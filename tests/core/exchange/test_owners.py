@@ -439,6 +439,19 @@ def test_it_says_which_exchange_was_chosen(ranks, options, way):
     assert on_owners(lambda exchange, _: exchange.ways(), ranks, **options) == [way] * ranks
 
 
+@pytest.mark.parametrize("options", [{"bucket_bytes": 2000}, {"exchange": "gather"}], ids=str)
+def test_only_a_bucket_with_owners_holds_w(options):
+    def rank(exchange, _):
+        plans = [bucket.encoder.plan_at(1 - exchange.config.sparsity[-1]) for bucket in exchange._buckets]
+        return [
+            (plan.dealing is not None, state.w.size > 0)
+            for plan, state in zip(plans, exchange.state.buckets, strict=True)
+        ]
+
+    (found, *_) = on_owners(rank, **options)
+    assert all(deals == holds for deals, holds in found)
+
+
 def test_a_users_object_that_is_no_transport_gathers():
     class Plain:
         def __init__(self, transport):
