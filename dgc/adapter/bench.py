@@ -134,7 +134,7 @@ def predict(found: Found, ranks: int, sizes: dict[int, np.ndarray]) -> dict[int,
     """
 
     def row(seconds: np.ndarray, load: np.ndarray) -> np.ndarray:
-        """Return the seconds. If all buckets are gathered, both columns have one time."""
+        """Return the seconds. If no bucket has owners, gathering is dgc's choice: use one time in both columns."""
         return seconds if (load[1] != load[2]).any() else seconds[[0, 2, 2]]
 
     prices = np.array([found.a_round, found.a_byte, found.applied / max(sizes[ranks][1, 2], 1)])
@@ -161,14 +161,14 @@ def measure(transport: Transport, elements: int, training: Training, *, defers: 
             return {}
 
         agree_or_raise(transport, make, "measurements")
-        dense, *each_phase = (_median(steps.take) for steps in made)
+        dense, *sparse = (_median(steps.take) for steps in made)
         applied = statistics.median(made[-1].applied[-_STEPS:])
     whole, ranks, small = np.zeros(rows * _COLUMNS, np.float32), transport.size, np.zeros(256, np.uint8)
     came, summed = np.zeros((ranks, small.size), np.uint8), _median(lambda: transport.allreduce(whole))
     half = dense - min(max(summed - _median(lambda: transport.allreduce(whole[::2].copy())), 0.0), dense)
     a_round = _median(lambda: transport.allgather(small, came)) / (ranks - 1)
     a_byte = max(0.0, summed / (ranks - 1) - 2 * a_round) * ranks / 2 / whole.nbytes
-    seconds = np.array([a_round, a_byte, *np.array([dense, half, applied, *each_phase]) * (elements / whole.size)])
+    seconds = np.array([a_round, a_byte, *np.array([dense, half, applied, *sparse]) * (elements / whole.size)])
     transport.allreduce(seconds, "max")
     a_round, a_byte, dense, half, applied, *sparse, gathered = seconds.tolist()
     return Found(Costs(dense, half, tuple(sparse)), gathered, applied, a_round, a_byte)
@@ -208,7 +208,7 @@ def _median(step: Callable[[], None]) -> float:
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    return sorted(times[_WARM_STEPS:])[_STEPS // 2]
+    return statistics.median(times[_WARM_STEPS:])
 
 
 def parameters_of(model: str) -> list[Parameter]:

@@ -20,7 +20,7 @@ from dgc.errors import TransportError
 class Collectives(Protocol):
     """The interface of an object that is passed as ``transport=``; see :class:`Transport`.
 
-    It may also have ``alltoall``.
+    Its ``alltoall``, if it has one, is not used: derive from :class:`Transport` for that.
     """
 
     rank: int

@@ -20,7 +20,7 @@ import numpy as np
 
 from dgc import errors
 from dgc.core.codecs import SPARSE_ID, IndexCodecId, SmallCodec, SparseCodec, ValueCodecId
-from dgc.core.collectives import Transport
+from dgc.core.collectives import BYTE_LIMIT, Transport
 from dgc.core.config import entries_to_send
 from dgc.core.kernels.base import Memory
 from dgc.core.layout import Bucket
@@ -31,7 +31,7 @@ MAGIC = b"DGCm"
 VERSION = 1
 
 # The bytes of a header. The offset of every field is a multiple of the field's size.
-LAYOUT = np.dtype(
+HEADER = np.dtype(
     [
         ("magic", "S4"),
         ("version", "u1"),
@@ -53,9 +53,9 @@ LAYOUT = np.dtype(
     ]
 )
 # Constant within a version, and a multiple of the block alignment.
-HEADER_BYTES = LAYOUT.itemsize
+HEADER_BYTES = HEADER.itemsize
 assert HEADER_BYTES == 64
-_RESERVED = bytes(LAYOUT["reserved"].itemsize)
+_RESERVED = bytes(HEADER["reserved"].itemsize)
 
 
 class Flags(enum.IntFlag):
@@ -71,7 +71,7 @@ _KNOWN_FLAGS = sum(Flags)
 
 
 class Header(NamedTuple):
-    """The fields of a header that differ between messages, in the order of :data:`LAYOUT`.
+    """The fields of a header that differ between messages, in the order of :data:`HEADER`.
 
     Attributes:
         compressor: number of the algorithm.
@@ -80,7 +80,7 @@ class Header(NamedTuple):
         step: the sender's step.
         fingerprint: hash of the layout, momentum, Nesterov, weight decay, gain and learning rates.
         bucket: the bucket's number in the layout.
-        count: entries sent, k.
+        count: entries, or an owner's sums, in the payload.
         payload_bytes: bytes of the payload: index block, value block, and zeros up to its fixed size.
         dense_bytes: bytes of the dense section after the payload; 0 if there is none.
         flags: :class:`Flags`.
@@ -125,15 +125,15 @@ _LIMITED = ("count", "payload_bytes")  # fields that may be less than expected
 
 def pack_header(header: Header, out: np.ndarray) -> None:
     """Write a header into the first 64 bytes of ``out``, (m,) uint8."""
-    out[:HEADER_BYTES].view(LAYOUT)[0] = (MAGIC, VERSION, *header[:-1], _RESERVED, header.absent)
+    out[:HEADER_BYTES].view(HEADER)[0] = (MAGIC, VERSION, *header[:-1], _RESERVED, header.absent)
 
 
-def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
-    """Return the header of a message, (m,) uint8. :func:`check_header` compares its fields."""
-    origin = "message" if sender is None else f"message from rank {sender}"
+def unpack_header(message: np.ndarray, sender: str) -> Header:
+    """Return the header of a message, (m,) uint8, from "rank 3", say. :func:`check_header` compares its fields."""
+    origin = f"message from {sender}"
     if message.size < HEADER_BYTES:
         raise WireError(f"{origin}: {message.size} bytes came, a header alone takes {HEADER_BYTES}.")
-    magic, version, *fields, reserved, absent = message[:HEADER_BYTES].view(LAYOUT)[0].item()
+    magic, version, *fields, reserved, absent = message[:HEADER_BYTES].view(HEADER)[0].item()
     if magic != MAGIC:
         raise WireError(
             f"{origin}: it starts with {magic!r}, expected {MAGIC!r}. These bytes are no message of this package: "
@@ -158,22 +158,21 @@ def unpack_header(message: np.ndarray, sender: int | None = None) -> Header:
     return header
 
 
-def check_header(header: Header, expected: Header, sender: int | str) -> None:
+def check_header(header: Header, expected: Header, sender: str) -> None:
     """Compare a header, except for its flags and the fingerprint, with what this rank expects.
 
     Args:
         header: from :func:`unpack_header`.
         expected: this rank's header, with the largest ``count`` and ``payload_bytes`` that are allowed.
-        sender: the rank that has sent the message.
+        sender: the rank or node that has sent the message.
     """
     for name, advice in _ADVICE.items():
         came, own = getattr(header, name), getattr(expected, name)
         if came == own or (name in _LIMITED and came < own):
             continue
-        origin = sender if isinstance(sender, str) else f"rank {sender}"
         limit = "at most " if name in _LIMITED else ""
         raise WireError(
-            f"message from {origin}: {name.replace('_', ' ')} {_shown(name, came)} came, {limit}{_shown(name, own)} "
+            f"message from {sender}: {name.replace('_', ' ')} {_shown(name, came)} came, {limit}{_shown(name, own)} "
             f"was expected. {advice}"
         )
 
@@ -188,7 +187,6 @@ def _shown(name: str, value: int) -> str:
 # -- sizes ---------------------------------------------------------------------------------------------------------
 
 MIN_MESSAGE_BYTES = 256  # room for the text of an error in every message
-MAX_MESSAGE_BYTES = 2**31 - 1  # MPI counts are int32
 
 INLINE_EXTRA_BYTES = 64 * 1024
 INLINE_MAX_BYTES = 1024 * 1024
@@ -198,7 +196,7 @@ class Mode(enum.Enum):
     """How a bucket's sparsified tensors are sent in one step."""
 
     DENSE = "the gradient itself, as a dense sum: before the ramp-up"
-    SPARSE = "selected entries as a message to every rank"
+    SPARSE = "selected entries: gathered, or added up by owners"
     SUM = "selected entries in a vector of zeros, as a dense sum: fewer bytes at high density"
 
 
@@ -206,13 +204,11 @@ class Mode(enum.Enum):
 PART_HEADER = np.dtype([("magic", "S4"), ("count", "<u4")])
 PART_MAGIC = b"DGCp"
 
-# How many sums an owner sends for each entry that it gets from one rank, on average over the owners.
-# docs/many-ranks.md has the losses of trainings with other numbers.
+# An owner sends this many sums for each entry of an average part. docs/many-ranks.md has the losses with other numbers.
 SUMS_PER_ENTRY: float = 8
 
-# Codecs for an owner's sums, by the codec of entries; the shortest is used. Sums of 2-bit entries need at least four
-# bits, and eight are not better. "int8" is shorter where an owner has few sums of a tensor: it has one scale for each
-# tensor, and "int4" has eight.
+# The codecs to choose from for an owner's sums, by the codec of entries; the shorter one is used. With two bits the
+# loss rises, and with eight it does not fall. "int8" has one scale for each tensor, and "int4" has eight.
 SUM_VALUES = {"int2": ("int4", "int8"), "int3": ("int4", "int8")}
 
 # Owners add up entries if this takes at most this share of the bytes of gathering. A smaller saving does not pay for a
@@ -236,7 +232,8 @@ class Dealing:
         first: for each owner, the codec of the parts that it receives.
         second: the codec of each owner's sums.
         small: the codec of each owner's span of small tensors, in both phases; empty if small tensors are not coded.
-        small_bytes: bytes for one span, in a part (at ``small_at``) and in a message.
+        small_bytes: bytes for one span, in a part and in a message.
+        small_at: where the small tensors' block begins in a part.
     """
 
     def __init__(
@@ -311,7 +308,7 @@ class BucketPlan:
         if self.dealing:
             self.coded_bytes = self.dealing.small_bytes
         plain = self.vector_size - self.plain_start
-        self.allreduces = plain > 0 and not self.inline
+        self.allreduces = not self.inline
         self.inline_bytes = plain * self.itemsize if self.inline else 0
         self.dense_bytes = self.coded_bytes + self.inline_bytes
         self.coded_bytes_at = HEADER_BYTES + self.payload_bytes
@@ -360,7 +357,7 @@ def make_plan(
     ids = (compressor, int(codec.indices.id), int(codec.values.id))
     plan = functools.partial(plan_for, bucket, ks=ks, density=density, ranks=ranks, small=small, selection=codec)
     gathered = plan(ids=ids, payload_bytes=codec.max_bytes)
-    if not (deals and ks):
+    if not (deals and ks and ranks > 1):
         return gathered
     dealing = Dealing(bucket, ks, ranks, indices, values, small)
     ids = (compressor, int(codec.indices.id), int(dealing.second[0].values.id))
@@ -392,13 +389,13 @@ def plan_for(
         payload, dealing = 0, None
     start = bucket.sparse_size if mode is Mode.SPARSE else 0
     vector = bucket.size - start
-    coder = _small_codec(bucket, small, ranks, dealing) if mode is Mode.SPARSE and density is not None else None
+    coder = _small_codec(bucket, small, ranks, dealing) if mode is Mode.SPARSE else None
     coded = dealing.small_bytes if dealing else coder.max_bytes if coder else 0
     plain = (vector - (coder.size if coder else 0)) * itemsize
-    inline = plain == 0 or _inline(plain, plain, ranks)
+    inline = _inline(plain, plain, ranks)
     message = HEADER_BYTES + payload + coded + (plain if inline else 0)
     message = max(MIN_MESSAGE_BYTES, message)
-    if (largest := max(message, ranks * dealing.part_bytes if dealing else 0)) > MAX_MESSAGE_BYTES:
+    if (largest := max(message, ranks * dealing.part_bytes if dealing else 0)) > BYTE_LIMIT:
         raise LayoutError(
             f"bucket {bucket.index} would send a message of {largest} bytes; the limit is 2 GiB: "
             "choose a higher sparsity, or exclude its largest parameter"
@@ -548,7 +545,7 @@ class Messages:
         headers, joins = [], {0}
         # Look for errors first: a rank may have failed before it knew this step's options for its header.
         for sender, data in enumerate(self._gathered):
-            header = unpack_header(data, sender)
+            header = unpack_header(data, label(sender))
             headers.append(header)
             joins.add(header.flags & _JOINED)
             if header.flags & Flags.ERROR:

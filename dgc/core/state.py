@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Array, Kernels
+from dgc.core.kernels.base import Array, Memory
 from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Bucket, Layout, Segment
 from dgc.core.saved import FORMAT, own_arrays, require_fit, require_sound
@@ -35,9 +35,9 @@ class BucketState:
         owned_error: (small_size,) float32: the same for small tensors; 0 outside this rank's span. Empty if w is.
     """
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, stripes: Stripes | None = None) -> None:
+    def __init__(self, bucket: Bucket, memory: Memory, stripes: Stripes | None) -> None:
         """Allocate zeros, and unknown thresholds. ``stripes`` are the positions that this rank owns, if any."""
-        self._bucket, self._memory = bucket, kernels.memory
+        self._bucket, self._memory = bucket, memory
         self.u = self._memory.zeros(bucket.size, bucket.dtype)
         self.v = self._memory.zeros(bucket.sparse_size, bucket.dtype)
         self.thresholds = new_thresholds(len(bucket.sparse))
@@ -101,10 +101,7 @@ class BucketState:
 
     def copy(self) -> BucketState:
         """Return a copy."""
-        other = copy.copy(self)
-        other.u, other.v = (self._memory.zeros(a.size, a.dtype) for a in (self.u, self.v))
-        other.thresholds, other.error = np.empty_like(self.thresholds), np.empty_like(self.error)
-        other.w, other.owned_error = np.empty_like(self.w), np.empty_like(self.owned_error)
+        other = BucketState(self._bucket, self._memory, self.stripes)
         other.assign(self)
         return other
 
@@ -132,12 +129,9 @@ class State:
         own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
     """
 
-    def __init__(
-        self, layout: Layout, kernels: Kernels, own_share: float = 1.0, stripes: Sequence[Stripes | None] = ()
-    ) -> None:
-        """Start from zeros at step 0. ``stripes`` has each bucket's positions that this rank owns, if ranks own any."""
-        self._stripes = stripes or [None] * len(layout.buckets)
-        self._layout, self._kernels, self._memory = layout, kernels, kernels.memory
+    def __init__(self, layout: Layout, memory: Memory, own_share: float, stripes: Sequence[Stripes | None]) -> None:
+        """Start from zeros at step 0. ``stripes`` has each bucket's positions that this rank owns, if there are any."""
+        self._layout, self._memory, self._stripes = layout, memory, stripes
         self.own_share = own_share
         self.reset()
 
@@ -145,7 +139,7 @@ class State:
         """Forget everything: zeros, step 0."""
         self.step = 0
         self.buckets = [
-            BucketState(bucket, self._kernels, stripes)
+            BucketState(bucket, self._memory, stripes)
             for bucket, stripes in zip(self._layout.buckets, self._stripes, strict=True)
         ]
 

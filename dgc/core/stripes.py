@@ -1,8 +1,9 @@
 """Assign each position of a bucket to a rank, its owner, which adds up the position's entries for all ranks.
 
-The positions are divided into stripes of consecutive elements. A *round* is one stripe for each rank. Every round
-begins with another rank. Otherwise, in a matrix whose row is a multiple of a round, each column would have a single
-owner, and some owners would get most entries, because large entries share columns. P = number of ranks.
+The positions are divided into stripes of consecutive elements. A *round* is one stripe for each rank. A hash of the
+round's number chooses the rank that begins it. Otherwise, in a matrix whose row is a multiple of a round, each column
+would have a single owner, and some owners would get most entries, because large entries share columns. P = number of
+ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Stripes:
     """
 
     def __init__(self, bucket: Bucket, rank: int, ranks: int) -> None:
-        self.bucket, self.rank, self.ranks = bucket, rank, ranks
+        self.rank, self.ranks = rank, ranks
         self.sparse = bucket.sparse
         self.sparse_size = -(-bucket.sparse_size // (STRIPE * ranks)) * STRIPE
         piece = -(-bucket.small_size // (ALIGNMENT * ranks)) * ALIGNMENT

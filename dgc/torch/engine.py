@@ -19,7 +19,7 @@ from dgc.adapter.engine import EngineBase
 from dgc.adapter.warm_up import compiled
 from dgc.core.collectives import Transport
 from dgc.core.config import DGCConfig
-from dgc.core.exchange.encoders import runs_on_devices
+from dgc.core.exchange.encoders import kernels_select
 from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.step import Step, StepOptions
 from dgc.core.layout import Layout, make_layout
@@ -96,7 +96,7 @@ class Engine(EngineBase):
             pairs = named() if callable(named) else named
             self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
             self._memory = Places(self.names, self.parameters)
-            host_only = None if runs_on_devices(config) else config.algorithm
+            host_only = None if kernels_select(config) else config.algorithm
             self._tensors = compiled(
                 config, lambda: tensors_for(self.parameters, host_only), lambda tensors: tensors.kernels
             )

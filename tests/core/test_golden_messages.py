@@ -56,7 +56,7 @@ def test_stored_values_can_be_read(codec):
 
 def test_stored_message_can_be_read_from_its_header_alone():
     message = stored("message_uint16_float16")
-    head = unpack_header(message)
+    head = unpack_header(message, "rank 0")
     payload = message[HEADER_BYTES:][: head.payload_bytes]
     n, segments = regenerate_wire.MESSAGE_SEGMENTS[-1], regenerate_wire.MESSAGE_SEGMENTS
     index_codec = codecs.INDEX_CODECS[codecs.IndexCodecId(head.index_codec).name.lower()]

@@ -84,6 +84,7 @@ def test_what_a_user_named_stays_exact_beside_what_is_coded():
         ((2000, 2000), 0.001, 16, "owners", "int4"),
         ((2000, 2000), 0.001, 1024, "owners", "int8"),  # four sums an owner: eight means would be longer
         ((64, 32), 0.05, 64, "gathered", None),  # two headers
+        ((2000, 2000), 0.05, 1, "gathered", None),
     ],
 )
 def test_owners_add_up_where_that_saves_enough_bytes(shape, density, ranks, way, sums):

@@ -94,7 +94,7 @@ def test_what_is_left_over_in_a_message_is_zero():
         tails, gather = [], transport.allgather
 
         def watched(message, out):
-            header = unpack_header(message)
+            header = unpack_header(message, "rank 0")
             tails.append(message[HEADER_BYTES + 4 * header.count : HEADER_BYTES + header.payload_bytes].copy())
             gather(message, out)
 

@@ -69,7 +69,7 @@ class BucketStep:
     Attributes:
         step: the step, which all buckets share.
         plan: how the bucket is sent.
-        count: entries that this rank has put into its message.
+        count: entries that this rank sends, in its message or to owners.
         flagged: whether a value is not finite on this rank; after the exchange, on any rank.
         flagged_by: the ranks that met such a value before they sent their message.
         is_out: whether this rank has sent its message. After that, the message cannot report an error any more.
@@ -250,9 +250,7 @@ class BucketStep:
 
     def _count_parts(self) -> None:
         assert self.plan.dealing is not None
-        sent = self.plan.dealing.part_bytes * (self._parts.transport.size - 1)
-        self.step.stats.bytes_sent += sent
-        self.step.stats.bytes_received += sent
+        self.step.stats.count_collective(self.plan.dealing.part_bytes * (self._parts.transport.size - 1))
 
     def _sum(self, messages: Sequence[Incoming]) -> None:
         """Add up what the ranks have sent, and write the results of sparsified tensors."""

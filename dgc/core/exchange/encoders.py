@@ -260,7 +260,7 @@ class AlgorithmEncoder(Encoder):
 
 def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport) -> list[Encoder]:
     """Return the encoder of each bucket of the layout, with the plans of all densities of the schedule."""
-    algorithm = None if runs_on_devices(config) else compressor_class(config.algorithm)(config)
+    algorithm = None if kernels_select(config) else compressor_class(config.algorithm)(config)
     made: list[Encoder] = []
     for bucket in layout.buckets:
         made.append(
@@ -295,8 +295,8 @@ def _is_exact(config: DGCConfig, density: float | None) -> bool:
     return density is None or compressor_class(config.algorithm).sends_all(density)
 
 
-def runs_on_devices(config: DGCConfig) -> bool:
-    """Return whether the compressor can work on a GPU's memory. Others get copies in host memory."""
+def kernels_select(config: DGCConfig) -> bool:
+    """Return whether the kernels select entries in the compressor's place; only then it works on a GPU's memory."""
     row = compressor_class(config.algorithm)
     return is_unchanged(row) and row.is_plain_selection(config)
 

@@ -69,11 +69,10 @@ class Owners:
         """
         dealing, ranks = self._dealing, self._transport.size
         owners = owners_of(entries.positions, ranks)
-        by_owner = np.argsort(owners, kind="stable")
         ends = np.cumsum(np.bincount(owners, minlength=ranks))
+        by_owner = np.split(np.argsort(owners, kind="stable"), ends[:-1])
         values, is_sent = entries.values.copy(), np.ones(entries.positions.size, bool)
-        for rank, (part, end) in enumerate(zip(self._parts, ends, strict=True)):
-            chosen = by_owner[ends[rank - 1] if rank else 0 : end]
+        for rank, (part, chosen) in enumerate(zip(self._parts, by_owner, strict=True)):
             if chosen.size > dealing.capacity:
                 is_sent[chosen] = False
                 chosen = chosen[top_k(values[chosen], dealing.capacity)]

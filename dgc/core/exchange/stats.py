@@ -52,7 +52,7 @@ class StepStats:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def count_collective(self, nbytes: int) -> None:
-        """Count an allreduce of ``nbytes``."""
+        """Count a collective that sends and receives ``nbytes``."""
         self.bytes_sent += nbytes
         self.bytes_received += nbytes
 

@@ -9,12 +9,12 @@ from dgc.core import compressors
 from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.compressors.quantizers import Onebit, Qsgd
 from dgc.core.compressors.sparsifiers import Topk
-from dgc.core.exchange.encoders import AlgorithmEncoder, TopKEncoder, is_unchanged, make_encoders, runs_on_devices
+from dgc.core.exchange.encoders import AlgorithmEncoder, TopKEncoder, is_unchanged, kernels_select, make_encoders
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError, LayoutError
 
-TRANSPORT = SimpleNamespace(rank=0, size=2, name="none")
+TRANSPORT = SimpleNamespace(rank=0, size=2, name="none", has_alltoall=False)
 
 
 def encoders(config, specs=None, kernels=None):
@@ -43,8 +43,8 @@ def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm
         ("adacomp", {}, False),
     ],
 )
-def test_what_runs_on_devices(name, options, there):
-    assert runs_on_devices(make_config(options, algorithm=name)) is there
+def test_what_kernels_select(name, options, there):
+    assert kernels_select(make_config(options, algorithm=name)) is there
 
 
 def test_an_algorithm_refuses_the_kernels_of_a_device():
@@ -82,6 +82,6 @@ def test_a_users_own_encoding_is_not_replaced_by_ours(base, monkeypatch):
     for row, changed in ((Relabelled, False), (Further, True)):
         monkeypatch.setitem(compressors._BY_NAME, row.name, row)
         config = make_config({"min_numel": 64}, algorithm=row.name)
-        assert runs_on_devices(config) is (base is Topk and not changed)
+        assert kernels_select(config) is (base is Topk and not changed)
         expected = AlgorithmEncoder if changed or base is not Topk else TopKEncoder
         assert {type(encoder) for encoder in encoders(config)[1]} == {expected}

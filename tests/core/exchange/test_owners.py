@@ -153,7 +153,7 @@ def test_with_room_for_all_the_owners_sums_are_those_of_all_entries(monkeypatch)
         owners.deal(entries[transport.rank])
         owners.exchange()
         payload = np.zeros(dealing.payload_bytes, np.uint8)
-        state = BucketState(bucket, ReferenceKernels(), dealing.stripes[transport.rank])
+        state = BucketState(bucket, ReferenceKernels().memory, dealing.stripes[transport.rank])
         count, nonfinite = owners.add_up(state, payload, np.empty(0, np.uint8))
         assert not nonfinite
         assert not owners.left.any()

@@ -58,7 +58,11 @@ def test_what_is_sent_and_what_stays_are_what_came_in(op, codec):
 
 @pytest.mark.parametrize(
     "options",
-    [{"sparsity": 0.0}, {"sparsity": 0.9, "rampup_begin_step": 9}, {"sparsity": 0.5, "values": "float32", "op": "sum"}],
+    [
+        {"sparsity": 0.0},
+        {"sparsity": 0.9, "rampup_begin_step": 9},
+        {"sparsity": 0.5, "values": "float32", "op": "sum", "exchange": "gather"},
+    ],
     ids=["sparsity 0", "warm-up", "dense sum"],
 )
 def test_dense_steps_and_sums_are_exact(options):
