@@ -125,7 +125,7 @@ def test_the_larger_gpt():
 
 AGAINST = {
     "dense": "dense", "16 bits": "fp16", "PowerSGD, rank 4": "powersgd=4", "PowerSGD, rank 32": "powersgd=32",
-    "signs, as 1-bit Adam": "onebit=0.15", "dgc, `steps=`": "steps",
+    "1-bit Adam's method (ours)": "onebit=0.15", "dgc, `steps=`": "steps",
 }  # fmt: skip
 
 
