@@ -39,7 +39,7 @@ def through_a_rank(layout: Layout, density: float, ranks: int, exchange: str) ->
     """Return the bytes that pass through a rank, and how many buckets have owners."""
     config = make_config({"exchange": exchange})
     plans = [entry_plan(bucket, config, density, ranks) for bucket in layout.buckets]
-    return round(sum(plan.load(ranks)[1] for plan in plans)), sum(plan.way == "owners" for plan in plans)
+    return round(sum(plan.traffic(ranks).nbytes for plan in plans)), sum(plan.way == "owners" for plan in plans)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 
 Every rank is a thread with the core's own exchange of a matrix of ``--parameters`` elements. The times are those of one
 rank's communication thread (``time.thread_time``), medians over its steps: ``apply`` adds up what came, in both ways of
-exchanging; ``deal`` writes the parts for the owners, and ``add_up`` adds the parts that came and selects sums.
+exchanging; ``write_parts`` writes the parts for the owners, and ``add_up`` adds the parts that came and selects sums.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    timed(Owners, "deal", "deal")
+    timed(Owners, "write_parts", "write_parts")
     timed(Owners, "add_up", "add_up")
     timed(BucketStep, "_sum", "apply")
     rows = []

@@ -118,19 +118,19 @@ class Found(NamedTuple):
     a_byte: float
 
 
-def loads(layout: Layout, config: DGCConfig, density: float, ranks: int) -> np.ndarray:
-    """Return :meth:`BucketPlan.load`, summed over the buckets, for three steps: dense, gathered, as dgc chooses."""
+def traffic_of(layout: Layout, config: DGCConfig, density: float, ranks: int) -> np.ndarray:
+    """Return :meth:`BucketPlan.traffic`, summed over the buckets, for three steps: dense, gathered, as dgc chooses."""
     gathering = dataclasses.replace(config, exchange="gather")
     ways = ((gathering, None), (gathering, density), (config, density))
     plans = [[entry_plan(b, how, each, ranks) for b in layout.buckets] for how, each in ways]
-    return np.array([np.sum([plan.load(ranks) for plan in each], axis=0) for each in plans])
+    return np.array([np.sum([plan.traffic(ranks) for plan in each], axis=0) for each in plans])
 
 
 def predict(found: Found, ranks: int, sizes: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
     """Return the seconds of a step (dense, gathered, as dgc chooses) by number of ranks.
 
     A step takes the time of its collectives, a time for each entry that a rank adds up, and a fixed time. ``found`` was
-    measured on ``ranks`` ranks, and ``sizes`` has the :func:`loads` by number of ranks.
+    measured on ``ranks`` ranks, and ``sizes`` has the :func:`traffic_of` by number of ranks.
     """
 
     def row(seconds: np.ndarray, load: np.ndarray) -> np.ndarray:
@@ -253,7 +253,9 @@ def run_bench(arguments: argparse.Namespace, connect: Callable[[], Transport]) -
         if hosts == 1:
             lines.append("  no network was seen, only this host's memory: for several hosts start bench on them")
         layout, config = make_layout(parameters, training.config), training.config
-        sizes = {n: loads(layout, config, density, n) for n in sorted({transport.size, *(2**i for i in range(1, 11))})}
+        sizes = {
+            n: traffic_of(layout, config, density, n) for n in sorted({transport.size, *(2**i for i in range(1, 11))})
+        }
         ring = f"{1e6 * found.a_round:.0f} us for a round of a ring, {1e-6 / max(found.a_byte, 1e-12):,.0f} MB/s"
         lines.append(f"on other numbers of ranks, DGC with {density:.1%}, in ms (from {ring}):")
         lines.append("  ranks       dense    gathered  as dgc chooses")

@@ -257,6 +257,20 @@ class Dealing:
         self.payload_bytes = self.second[0].max_bytes
 
 
+class Traffic(NamedTuple):
+    """What passes through a rank in one step.
+
+    Attributes:
+        rounds: rounds of rings.
+        nbytes: bytes that it receives and sends on.
+        entries: received entries that it adds up.
+    """
+
+    rounds: int
+    nbytes: float
+    entries: int
+
+
 @dataclass
 class BucketPlan:
     """How a bucket is sent at one density, and how many bytes this takes.
@@ -314,8 +328,8 @@ class BucketPlan:
         self.coded_bytes_at = HEADER_BYTES + self.payload_bytes
         self.inline_bytes_at = self.coded_bytes_at + self.coded_bytes
 
-    def load(self, ranks: int) -> tuple[int, float, int]:
-        """Return a step's rounds of rings, the bytes that pass through a rank, and the entries that it adds up."""
+    def traffic(self, ranks: int) -> Traffic:
+        """Return what passes through a rank in a step."""
         others, entries = ranks - 1, self.vector_size if self.mode is Mode.SUM else ranks * self.most_entries
         rounds, nbytes = others, float(others * self.message_bytes)
         if self.dealing:
@@ -323,7 +337,7 @@ class BucketPlan:
         if self.allreduces:
             rounds += 2 * others
             nbytes += 2 * others / ranks * (self.vector_size - self.plain_start) * self.itemsize
-        return rounds, nbytes, entries
+        return Traffic(rounds, nbytes, entries)
 
     @property
     def small_codecs(self) -> list[SmallCodec]:
@@ -362,7 +376,7 @@ def make_plan(
     dealing = Dealing(bucket, ks, ranks, indices, values, small)
     ids = (compressor, int(codec.indices.id), int(dealing.second[0].values.id))
     owners = plan(ids=ids, payload_bytes=dealing.payload_bytes, dealing=dealing)
-    return owners if owners.load(ranks)[1] <= OWNERS_SHARE * gathered.load(ranks)[1] else gathered
+    return owners if owners.traffic(ranks).nbytes <= OWNERS_SHARE * gathered.traffic(ranks).nbytes else gathered
 
 
 def plan_for(

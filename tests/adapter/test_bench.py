@@ -12,7 +12,7 @@ import pytest
 
 from dgc.__main__ import main
 from dgc.adapter import bench
-from dgc.adapter.bench import Costs, Found, loads, measure, predict, training_of
+from dgc.adapter.bench import Costs, Found, measure, predict, traffic_of, training_of
 from dgc.core.compressors import make_config
 from dgc.core.config import Schedule
 from dgc.core.layout import Parameter, make_layout
@@ -128,14 +128,14 @@ def test_a_fixed_time_is_never_negative():
 def test_on_many_ranks_the_load_of_owners_hardly_grows_and_that_of_gathering_does(density):
     config = make_config({})
     layout = make_layout([Parameter(str(i), (1024, 4096), "float32") for i in range(3)], config)
-    few, many = (loads(layout, config, density, ranks) for ranks in (16, 256))
+    few, many = (traffic_of(layout, config, density, ranks) for ranks in (16, 256))
     dense, gathered, owners = many[:, 1] / few[:, 1]
     assert dense == pytest.approx(255 / 256 / (15 / 16), rel=0.01)
     assert owners < 2
     assert owners < gathered
     assert many[2, 1] < many[1, 1] < many[0, 1] * 1.01
     np.testing.assert_array_equal(many[:, 0] % 255, 0)
-    np.testing.assert_array_equal(loads(layout, config, density, 2)[1], loads(layout, config, density, 2)[2])
+    np.testing.assert_array_equal(traffic_of(layout, config, density, 2)[1], traffic_of(layout, config, density, 2)[2])
 
 
 def test_what_cannot_be_measured_is_one_line(capsys, monkeypatch):

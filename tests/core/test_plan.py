@@ -94,6 +94,6 @@ def test_owners_add_up_where_that_saves_enough_bytes(shape, density, ranks, way,
     assert plan.way == way
     assert plan.dealing is None or plan.dealing.second[0].values.name == sums
     gathered = entry_plan(bucket, make_config({"exchange": "gather"}), density, ranks)
-    assert plan.dealing is None or plan.load(ranks)[1] <= 0.6 * gathered.load(ranks)[1]
+    assert plan.dealing is None or plan.traffic(ranks).nbytes <= 0.6 * gathered.traffic(ranks).nbytes
     for other in (gathered, entry_plan(bucket, config, density, ranks, has_alltoall=False)):
         assert other.dealing is None

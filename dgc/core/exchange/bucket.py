@@ -171,7 +171,7 @@ class BucketStep:
             encode = self._parts.encoder.encode
             self.count, nonfinite = encode(plan, self.step, work, self._state, messages.payload, begun)
             if plan.mode is Mode.SUM:
-                self._fill(vector.values, self._parts.encoder.own(plan))
+                self._fill(vector.values, self._parts.encoder.selected(plan))
         nonfinite |= (self._packing or vector.begin_packing(self.step))()
         blocks = self._parts.owners.small_blocks if plan.dealing else [messages.coded] if plan.small else []
         nonfinite |= not vector.code_small(self._state, blocks)
@@ -196,9 +196,9 @@ class BucketStep:
         Returns:
             The number of sums, and whether one is not finite.
         """
-        owners, own = self._parts.owners, self._parts.encoder.own(self.plan)
-        assert isinstance(own, SparseValues), "the plan is one of selected entries"
-        self.dealt = owners.deal(own)
+        owners, selected = self._parts.owners, self._parts.encoder.selected(self.plan)
+        assert isinstance(selected, SparseValues), "the plan is one of selected entries"
+        self.dealt = owners.write_parts(selected)
         self.count = self.dealt.positions.size
         owners.exchange()
         self._count_parts()
@@ -337,12 +337,12 @@ class BucketStep:
         """Subtract what was sent from v, and mask momentum."""
         encoder, state = self._parts.encoder, self._state
         if self.dealt is not None and encoder.keeps_residual:
-            state.w[...] = self._parts.owners.left
-            state.owned_error[...] = self._parts.owners.left_small
+            state.w[...] = self._parts.owners.next_w
+            state.owned_error[...] = self._parts.owners.next_owned_error
         masking = encoder.masks(self.plan, self.count)
         if not (encoder.keeps_residual or masking):
             return
-        own = encoder.own(self.plan) if self.dealt is None else self.dealt
+        own = encoder.selected(self.plan) if self.dealt is None else self.dealt
         if isinstance(own, SparseValues):
             self._parts.kernels.take_out(state.u, state.v, own.positions, own.values, masking=masking)
             return

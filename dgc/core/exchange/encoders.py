@@ -49,7 +49,7 @@ class Encoder(ABC):
         return self._plans[density]
 
     @property
-    def owned(self) -> Stripes | None:
+    def stripes(self) -> Stripes | None:
         """The positions that this rank owns; None if no plan so far has owners."""
         dealings = (plan.dealing for plan in self._plans.values() if plan.dealing)
         return next((each.stripes[self._transport.rank] for each in dealings), None)
@@ -92,8 +92,8 @@ class Encoder(ABC):
         return
 
     @abstractmethod
-    def own(self, plan: BucketPlan) -> SparseValues | DenseValues:
-        """Return the entries of the latest payload, as the receivers decode them."""
+    def selected(self, plan: BucketPlan) -> SparseValues | DenseValues:
+        """Return this step's entries. If they were coded, the values are the decoded ones."""
 
     @abstractmethod
     def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues | DenseValues:
@@ -119,7 +119,7 @@ class Encoder(ABC):
 class TopKEncoder(Encoder):
     """Momentum correction and selection in one pass."""
 
-    _sent: SparseValues
+    _selected: SparseValues
 
     def _make_plan(self, density: float | None) -> BucketPlan:
         return entry_plan(self._bucket, self._config, density, self._ranks, has_alltoall=self._transport.has_alltoall)
@@ -137,12 +137,12 @@ class TopKEncoder(Encoder):
         positions, values = selection.positions, selection.values
         if plan.mode is Mode.SPARSE and plan.dealing is None:
             values = plan.codec.encode(positions, values, payload)
-        self._sent = SparseValues(positions, values)
+        self._selected = SparseValues(positions, values)
         return len(positions), selection.nonfinite
 
     @override
-    def own(self, plan: BucketPlan) -> SparseValues:
-        return self._sent
+    def selected(self, plan: BucketPlan) -> SparseValues:
+        return self._selected
 
     @override
     def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues:
@@ -174,7 +174,7 @@ class AlgorithmEncoder(Encoder):
         self._total = layout.sparse_numel
         self._specs: dict[float, BucketSpec] = {}
         self._room = np.empty(0, np.uint8)  # for a payload that is not sent
-        self._sent = self._room, 0  # the last payload, and its number of entries
+        self._written = self._room, 0  # the last payload, and its number of entries
         self._caught_up: Step | None = None  # the last step in which this rank has called the allreduce
 
     def _make_plan(self, density: float | None) -> BucketPlan:
@@ -207,7 +207,7 @@ class AlgorithmEncoder(Encoder):
             payload = self._room
         count, used = algorithm.encode(state.v, payload, spec, info)
         payload[used:] = 0
-        self._sent = payload, count
+        self._written = payload, count
         return count, nonfinite
 
     @override
@@ -216,8 +216,8 @@ class AlgorithmEncoder(Encoder):
             self._largest(step, np.zeros(len(self._tensors)))
 
     @override
-    def own(self, plan: BucketPlan) -> SparseValues | DenseValues:
-        return self.decode(plan, *self._sent)
+    def selected(self, plan: BucketPlan) -> SparseValues | DenseValues:
+        return self.decode(plan, *self._written)
 
     @override
     def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues | DenseValues:

@@ -57,7 +57,9 @@ class Exchange:
         self.kernels = kernels = kernels.for_exchange()
         self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
         encoders = make_encoders(layout, config, kernels, transport)
-        self.state = State(layout, kernels.memory, config.own_share(transport.size), [each.owned for each in encoders])
+        self.state = State(
+            layout, kernels.memory, config.own_share(transport.size), [each.stripes for each in encoders]
+        )
         self.stats = Stats()
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}

@@ -28,8 +28,8 @@ class Owners:
 
     Attributes:
         are_out: whether this rank has sent its parts in this step.
-        left: (n,) float32: the next value of w, if the step is committed.
-        left_small: (N,) float32: the next error of the small tensors' sums, if the step is committed.
+        next_w: (n,) float32: the next value of w, if the step is committed.
+        next_owned_error: (N,) float32: the next error of the small tensors' sums, if the step is committed.
         small_blocks: for each part, the (small_bytes,) uint8 for small tensors.
     """
 
@@ -39,8 +39,8 @@ class Owners:
         """Allocate nothing yet; :meth:`start` allocates buffers."""
         self._bucket, self._transport, self._kernels = bucket, transport, kernels
         self._parts = self._came = np.empty((0, 0), np.uint8)
-        self.left = self._zeros = np.empty(0, np.float32)
-        self.left_small = np.zeros(bucket.small_size, np.float32)
+        self.next_w = self._zeros = np.empty(0, np.float32)
+        self.next_owned_error = np.zeros(bucket.small_size, np.float32)
         self.small_blocks: list[np.ndarray] = []
         self.are_out = False
 
@@ -57,12 +57,12 @@ class Owners:
 
             self._kernels = NumbaKernels()
         places = plan.dealing.stripes[0].sparse_size
-        if self.left.size != places:
-            self.left, self._zeros = np.zeros(places, np.float32), np.zeros(places, np.float32)
+        if self.next_w.size != places:
+            self.next_w, self._zeros = np.zeros(places, np.float32), np.zeros(places, np.float32)
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
-    def deal(self, entries: SparseValues) -> SparseValues:
+    def write_parts(self, entries: SparseValues) -> SparseValues:
         """Write a part for each owner; return the entries in the parts, with the values that the owners decode.
 
         If entries do not fit into a part, the smallest stay in this rank's residual.
@@ -107,8 +107,8 @@ class Owners:
             WireError: a part is damaged.
         """
         dealing, rank = self._dealing, self._transport.rank
-        stripes, left = dealing.stripes[rank], self.left
-        left[...], self.left_small[...] = state.w, state.owned_error
+        stripes, w = dealing.stripes[rank], self.next_w
+        w[...], self.next_owned_error[...] = state.w, state.owned_error
         payload.fill(0)
         coded.fill(0)
         for sender, part in enumerate(self._came):
@@ -116,22 +116,22 @@ class Owners:
                 count = _count_entries(part)
                 places, values = dealing.first[rank].decode(part[_HEAD : dealing.small_at], count)
                 if dealing.small:
-                    dealing.small[rank].add(part[dealing.small_at :], self.left_small)
+                    dealing.small[rank].add(part[dealing.small_at :], self.next_owned_error)
             except (WireError, LayoutError) as error:
                 origin = f"{self._transport.label(sender)} for bucket {self._bucket.index}"
                 raise WireError(f"part of {origin}: {error}") from error
-            left[places] += values
+            w[places] += values
         work = [
             SegmentWork(gradient=self._zeros[part], offset=part.start, length=part.stop - part.start, k=k)
             for part, k in zip(stripes.slices.values(), dealing.ks, strict=True)
         ]
         # Do not learn thresholds: they are not saved, so a resumed run would select other sums.
-        chosen = self._kernels.accumulate_and_select(work, self._zeros, left, new_thresholds(len(work)))
+        chosen = self._kernels.accumulate_and_select(work, self._zeros, w, new_thresholds(len(work)))
         values = dealing.second[rank].encode(chosen.positions, chosen.values, payload)
-        left[chosen.positions] -= values
-        overflows = chosen.nonfinite or not is_finite(self.left_small)
+        w[chosen.positions] -= values
+        overflows = chosen.nonfinite or not is_finite(self.next_owned_error)
         if dealing.small and not overflows:
-            dealing.small[rank].encode(self.left_small.copy(), coded, self.left_small)
+            dealing.small[rank].encode(self.next_owned_error.copy(), coded, self.next_owned_error)
         return chosen.positions.size, overflows
 
     # -- second phase --------------------------------------------------------------------------------------------------

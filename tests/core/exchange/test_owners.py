@@ -111,7 +111,7 @@ def test_of_entries_that_do_not_fit_the_smallest_stay(monkeypatch):
     owners = Owners(bucket, SimpleNamespace(rank=0, size=RANKS), ReferenceKernels())
     owners.start(SimpleNamespace(dealing=dealing))
     values = np.random.default_rng(0).standard_normal(800).astype(np.float32)
-    sent = owners.deal(SparseValues(np.arange(800), values))
+    sent = owners.write_parts(SparseValues(np.arange(800), values))
     for rank in range(RANKS):
         mine = np.flatnonzero(owners_of(np.arange(800), RANKS) == rank)
         largest = mine[np.argsort(-np.abs(values[mine]))[: dealing.capacity]]
@@ -150,13 +150,13 @@ def test_with_room_for_all_the_owners_sums_are_those_of_all_entries(monkeypatch)
         dealing = Dealing(bucket, (600, 200, 100), RANKS, "elias_fano", "float32")
         owners = Owners(bucket, transport, ReferenceKernels())
         owners.start(SimpleNamespace(dealing=dealing))
-        owners.deal(entries[transport.rank])
+        owners.write_parts(entries[transport.rank])
         owners.exchange()
         payload = np.zeros(dealing.payload_bytes, np.uint8)
         state = BucketState(bucket, ReferenceKernels().memory, dealing.stripes[transport.rank])
         count, nonfinite = owners.add_up(state, payload, np.empty(0, np.uint8))
         assert not nonfinite
-        assert not owners.left.any()
+        assert not owners.next_w.any()
         found = owners.decode(SimpleNamespace(sender=transport.rank, payload=payload, count=count))
         assert (owners_of(found.positions, RANKS) == transport.rank).all()
         return found
@@ -417,7 +417,7 @@ def test_the_bytes_that_came_are_those_of_the_plan_and_of_the_statistics():
         exchange.close()
         plan, last = exchange._buckets[0].at.plan, exchange.stats.last
         assert sum(came) == last.bytes_received == (RANKS - 1) * (plan.dealing.part_bytes + plan.message_bytes)
-        assert plan.load(RANKS)[:2] == (2 * (RANKS - 1), sum(came))
+        assert plan.traffic(RANKS)[:2] == (2 * (RANKS - 1), sum(came))
         assert last.bytes_sent == (RANKS - 1) * plan.dealing.part_bytes + plan.message_bytes
 
     run_ranks(RANKS, rank)
