@@ -121,6 +121,10 @@ def test_the_larger_gpt():
     assert f"Dense ends at {dense['loss']:.3f} nats a byte" in said
     assert f"`steps=` at {ours['loss']:.3f} with {ours['fewer']:.0f} times fewer bytes" in said
     assert f"PowerSGD of rank 4 at {theirs['loss']:.3f} with {theirs['fewer']:.0f} times fewer" in said
+    largest = {row["setting"]: row["loss"] for row in rows_of("adaptive-gpt-19m")}
+    assert f"| 1,000 | {largest['steps'] / largest['dense'] - 1:+.1%} |".replace("%", " %") in said
+    assert f"ended at {largest['steps']:.3f} after 1,000 steps" in said
+    assert f"and ended at {largest['dense']:.3f}." in said
 
 
 AGAINST = {
