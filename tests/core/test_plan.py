@@ -1,5 +1,7 @@
 """Bytes on the wire: what a whole model's messages weigh, and when a dense sum is cheaper."""
 
+import math
+
 import pytest
 from model_shapes import resnet50_shapes
 
@@ -79,6 +81,7 @@ def test_what_a_user_named_stays_exact_beside_what_is_coded():
     ("shape", "density", "ranks", "way", "sums"),
     [
         ((2000, 2000), 0.05, 8, "gathered", None),
+        ((2000, 2000), 0.05, 12, "gathered", None),  # owners would move 0.67 of the bytes
         ((2000, 2000), 0.05, 16, "owners", "int4"),
         ((2000, 2000), 0.001, 8, "gathered", None),
         ((2000, 2000), 0.001, 16, "owners", "int4"),
@@ -92,7 +95,9 @@ def test_owners_add_up_where_that_saves_enough_bytes(shape, density, ranks, way,
     (bucket,) = make_layout([Parameter("a", shape, "float32")], config).buckets
     plan = entry_plan(bucket, config, density, ranks)
     assert plan.way == way
-    assert plan.dealing is None or plan.dealing.second[0].values.name == sums
+    if plan.dealing:
+        assert plan.dealing.second[0].values.name == sums
+        assert plan.dealing.ks[0] == math.ceil(8 * plan.ks[0] / ranks)
     gathered = entry_plan(bucket, make_config({"exchange": "gather"}), density, ranks)
     assert plan.dealing is None or plan.traffic(ranks).nbytes <= 0.6 * gathered.traffic(ranks).nbytes
     for other in (gathered, entry_plan(bucket, config, density, ranks, has_alltoall=False)):
