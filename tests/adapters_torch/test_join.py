@@ -7,12 +7,14 @@ from launch_tools import case_names, run_mpi
 from rank_jobs import CARRIERS, SIZES, each_case, once
 
 WORKER = Path(__file__).parent / "workers" / "join_cases.py"
+KINDS = {**SIZES, "gloo": CARRIERS["gloo"]}
 
-test_join = each_case(WORKER, {**SIZES, "gloo": CARRIERS["gloo"]})
+test_join = each_case(WORKER, KINDS)
+test_beside_horovods = each_case(WORKER.with_name("horovod_join_cases.py"), KINDS)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", once(name for name in case_names(WORKER) if "horovod" not in name))
+@pytest.mark.parametrize("name", once(case_names(WORKER)))
 def test_under_torchrun(ranks, name):
     ranks(WORKER, 2, launcher="torchrun").check(name)
 

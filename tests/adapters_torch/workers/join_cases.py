@@ -18,11 +18,8 @@ from worker_tools import case, close_later, launch_rank, launch_size
 
 import dgc.torch as dgc
 
-TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-if TORCHRUN:
+if "TORCHELASTIC_RUN_ID" in os.environ:
     from adapters_torch import torchrun_tools  # noqa: F401, initialises it
-else:
-    import horovod.torch as hvd
 
 EXACT = {"sparsity": 0.0, "values": "float32", "small": "float32"}
 SGD = {
@@ -345,25 +342,3 @@ def an_error_of_a_training_rank_reaches_the_joined_ones():
     error_on_every_rank(act, dgc.LayoutError, "a broken batch")
     compression.reset()
     train(optimizer, model, 2)
-
-
-@case(gap=(1, 5), sgd=SGD, way="ab")
-def uneven_data_equal_horovods_join_at_sparsity_0(gap, sgd, way):
-    plain = make_model()
-    dense = torch.optim.SGD(plain.parameters(), **SGD[sgd])
-    train(hvd.DistributedOptimizer(dense, plain.named_parameters()), plain, batches(gap))
-    last = hvd.join()
-    hvd.broadcast_parameters(plain.state_dict(), root_rank=last)
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), **SGD[sgd])
-    if way == "b":
-        optimizer, compression = wrap(model, optimizer, **EXACT)
-    else:
-        compression = close_later(dgc.Compression.dgc(model.named_parameters(), optimizer=optimizer, **EXACT))
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-    train(optimizer, model, batches(gap))
-    assert dgc.join(compression) == last
-    assert_identical(model)
-    assert_close(model, plain)
-    train(optimizer, model, 3, start=99)
-    assert_identical(model)
