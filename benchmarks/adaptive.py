@@ -19,7 +19,7 @@ Settings of DGC: ``density`` of the entries sent; ``ramp``, a share of the steps
 densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from`` a share of the steps on; ``masking``;
 ``values``, ``small``, codecs; ``moved=0`` leaves the first moment in the optimizer; ``dense``, a share of the steps
 that are plain AdamW with float32 gradients before anything is compressed; ``frozen=1`` keeps the second moment as it is
-after them, or after ``from``. ``lr`` is the highest rate of any training.
+after them, or after ``from``. ``lr`` is the highest rate of any training, ``dense,lr=0.002`` too.
 
 Except with ``steps``, the first moment is moved into the compressor by hand: the compressor's momentum is beta1, and
 the optimizer's beta1 is 0.
@@ -437,7 +437,7 @@ class DGC:
         self._made += 1
 
     def _begin(self) -> None:
-        options = self._by_hand() if self._given else {"steps": self._steps}
+        options = self._by_hand() if "density" in self._given else {"steps": self._steps}
         if self._task.clip:
             options |= {"local_grad_clip_norm": self._task.clip, "clip_scope": "global"}
         self._compression = dgc.Compression.dgc(**options)

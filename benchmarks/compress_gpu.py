@@ -78,7 +78,7 @@ class BucketState:
         self.u = kernels.memory.zeros(bucket.size, np.float32)
         self.v = kernels.memory.zeros(bucket.sparse_size, np.float32)
         self.thresholds = new_thresholds(len(ks))
-        self.codec = SparseCodec(bucket, sum(ks), DGCConfig.indices, DGCConfig.values)
+        self.codec = SparseCodec(bucket, sum(ks), DGCConfig.indices, DGCConfig().value_codec)
         self.payload = np.empty(self.codec.max_bytes, np.uint8)
         self.sent = 0
 

@@ -41,7 +41,7 @@ def sent(shapes: list[tuple[int, ...]], density: float, ranks: int, options: dic
             density=density,
             ranks=ranks,
             indices=config.indices,
-            values=config.values,
+            values=config.value_codec,
             small=config.small,
         )
         total += plan.message_bytes

@@ -198,7 +198,7 @@ def payload_formula(case, shape):
     if case.name in ("dgc", "topk"):
         share = density * (own.headroom if own is not None and own.threshold == "global" else 1.0)
         k = int(n * share * (1 + 1e-9))
-        values = {"int8": 8, "int2": 2, "float16": 16}[config.values]
+        values = {"int8": 8, "int2": 2, "float16": 16}[config.value_codec]
         indices = {"uint16": 16, "elias_fano": math.log2(1 / share) + 2}[config.indices]
         return k * (indices + values) / 8
     if case.name == "strom":

@@ -33,7 +33,7 @@ ACCEPTED = {
     "include": "str | Sequence[str]",
     "exclude": "str | Sequence[str]",
     "indices": "IndexCodec",
-    "values": "ValueCodec",
+    "values": "ValueCodec | None",
     "small": "ValueCodec",
     "op": "Any",
 }

@@ -81,7 +81,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         include: str | Sequence[str] = (),
         exclude: str | Sequence[str] = (),
         indices: IndexCodec = "elias_fano",
-        values: ValueCodec = "int2",
+        values: ValueCodec | None = None,
         small: ValueCodec = "int3",
         bucket_bytes: int = 26214400,
         op: Any = "average",
@@ -121,7 +121,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             include: Name patterns (of ``fnmatch``) of tensors that are compressed even if they are 1-D or small.
             exclude: Name patterns of tensors that are never compressed but sent as float32.
             indices: The codec for the positions of sent entries.
-            values: The codec for the values of sent entries.
+            values: The codec for the values of sent entries. The default is "int4" with ``steps`` and an adaptive
+                optimizer, and else "int2".
             small: The codec for tensors that are 1-D or small; "float32" sends them exactly.
             bucket_bytes: Bytes of float32 gradients that are sent together in one message.
             op: Average or sum: Horovod's constant, or the name "average" or "sum".
@@ -156,7 +157,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         sparsity: float | Sequence[float] = 0.99,
         rampup_step: int = 1,
         indices: IndexCodec = "elias_fano",
-        values: ValueCodec = "int2",
+        values: ValueCodec | None = "int2",
         **options: Unpack[EntryOptions],
     ) -> Compressor:
         """Send the entries above a threshold; the others wait in the residual.
@@ -180,7 +181,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
                 another during the ramp-up.
             rampup_step: The number of steps over which a list of sparsities is spread.
             indices: The codec for the positions of sent entries.
-            values: The codec for the values of sent entries.
+            values: The codec for the values of sent entries. The default is "int4" with ``steps`` and an adaptive
+                optimizer, and else "int2".
             **options: those of :class:`EntryOptions`, explained at :meth:`dgc`; ``small`` is "float32", ``momentum`` is
                 0.0, ``momentum_masking`` is False.
 

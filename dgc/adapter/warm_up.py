@@ -41,14 +41,14 @@ def compiled(config: DGCConfig, choose: Callable[[], Chosen], kernels_of: Callab
     small = _of_small_tensors(config)
     known = small in _warm
     clips = "" if config.local_grad_clip_norm is None else "-clip"
-    name = f"{config.algorithm}-{config.indices}-{config.values}-{config.small}{clips}"
+    name = f"{config.algorithm}-{config.indices}-{config.value_codec}-{config.small}{clips}"
 
     def codecs() -> None:
         if not known:
             with compiling(f"codecs-{name}", part="codecs"):
                 _run_steps(small, ReferenceKernels())
                 # Owners code their sums with other codecs. The steps above do not use them: two ranks always gather.
-                for sums in SUM_VALUES.get(config.values, ()):
+                for sums in SUM_VALUES.get(config.value_codec, ()):
                     codec, bounds = VALUE_CODECS[sums], np.array([0, 1])
                     block = np.zeros(codec.max_bytes(1, 1), np.uint8)
                     codec.encode(np.ones(1, np.float32), bounds, block)

@@ -28,6 +28,10 @@ ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
 # 30 % of the steps.
 ADAPTIVE_BETA2 = 0.99
 
+# Entries of one tensor may differ much in size, and Adam moves their parameters by about the same. With two bits, whose
+# error is large for small entries, larger GPTs learnt more slowly: see docs/adamw.md for figures.
+ADAPTIVE_VALUES = "int4"
+
 # Digits of a density in a log: 1 - 0.999 is 0.0010000000000000009 in float64.
 DENSITY_DIGITS = 12
 
@@ -84,8 +88,9 @@ class DGCConfig:
     exclude: tuple[str, ...] = ()
     # The codec for the positions of sent entries.
     indices: str = "elias_fano"
-    # The codec for the values of sent entries.
-    values: str = "int2"
+    # The codec for the values of sent entries. The default is "int4" with ``steps`` and an adaptive optimizer, and else
+    # "int2".
+    values: str | None = None
     # The codec for tensors that are 1-D or small; "float32" sends them exactly.
     small: str = "int3"
     # Bytes of float32 gradients that are sent together in one message.
@@ -152,6 +157,7 @@ class DGCConfig:
             sparsity=(1.0 - 3 * density, 1.0 - density),
             rampup_step=max(1, 2 * self.steps // 5),  # so the first sparsity holds for a fifth of the steps
             momentum_masking=self.momentum_masking is not False,
+            values=self.values or ADAPTIVE_VALUES,
         )
 
     def least_beta2(self, step: int) -> float:
@@ -162,6 +168,11 @@ class DGCConfig:
     def masks(self) -> bool:
         """Whether momentum factor masking is on."""
         return self.steps is None if self.momentum_masking is None else self.momentum_masking
+
+    @property
+    def value_codec(self) -> str:
+        """The name of the codec for values."""
+        return self.values or "int2"
 
     @property
     def is_thin(self) -> bool:

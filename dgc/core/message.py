@@ -137,7 +137,8 @@ def unpack_header(message: np.ndarray, sender: str) -> Header:
     if magic != MAGIC:
         raise WireError(
             f"{origin}: it starts with {magic!r}, expected {MAGIC!r}. These bytes are no message of this package: "
-            "does another collective run on the same communicator?"
+            "does another collective run on the same communicator, or did only some ranks save or load a checkpoint? "
+            "All ranks must make the same calls."
         )
     if version != VERSION:
         raise WireError(
@@ -209,7 +210,7 @@ SUMS_PER_ENTRY: float = 8
 
 # The codecs to choose from for an owner's sums, by the codec of entries; the shorter one is used. With two bits the
 # loss rises, and with eight it does not fall. "int8" has one scale for each tensor, and "int4" has eight.
-SUM_VALUES: dict[str, tuple[str, ...]] = {"int2": ("int4", "int8"), "int3": ("int4", "int8")}
+SUM_VALUES: dict[str, tuple[str, ...]] = dict.fromkeys(("int2", "int3", "int4"), ("int4", "int8"))
 
 # Owners add up entries if this takes at most this share of the bytes of gathering. A smaller saving does not pay for a
 # second collective and a second rounding.

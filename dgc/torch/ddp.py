@@ -78,7 +78,11 @@ class CompressionState(Joinable):
         with contextlib.nullcontext() if optimizer is None else errors_on_all_ranks(DistributedJob(process_group)):
             check_compression(compression, DGCCompressor, "dgc.torch")
             if not isinstance(compression, DGCCompressor):
-                raise ConfigError(f"compression is {compression!r}; take a compressor from dgc.torch.Compression")
+                raise ConfigError(
+                    f"compression is {compression!r}; DDP's hook takes a compressor, such as dgc.Compression.dgc(). "
+                    "For dense gradients leave the hook out; for 16 bits call "
+                    "model.register_comm_hook(None, default_hooks.fp16_compress_hook), which is PyTorch's own"
+                )
             self._named = None if named_parameters is None else list(named_parameters)
         self.compression = compression
         self._group = process_group

@@ -70,7 +70,10 @@ class DistributedJob(Job):
     @override
     def require_ready(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise ConfigError("call torch.distributed.init_process_group() before a compressor is bound")
+            raise ConfigError(
+                "call torch.distributed.init_process_group() first; to broadcast a model under Horovod, call "
+                "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+            )
 
     def of(self, process_set: object = None, other: object = None) -> DistributedJob:
         """Return this job; raise an error if a process set or another group is given."""

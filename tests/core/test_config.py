@@ -169,6 +169,17 @@ def test_an_adaptive_optimizer_gets_a_density_of_its_own(steps, density):
     assert make_config({"sparsity": 0.9}).suited(True).sparsity == (0.9,)
 
 
+def test_values_take_four_bits_with_steps_and_an_adaptive_optimizer_alone():
+    def codecs(**options):
+        config = make_config(options)
+        return config.suited(False).value_codec, config.suited(True).value_codec
+
+    assert codecs() == codecs(sparsity=0.99) == ("int2", "int2")
+    assert codecs(steps=100) == ("int2", "int4")
+    assert codecs(steps=100, values="int2") == ("int2", "int2")
+    assert codecs(steps=100, values="float16") == ("float16", "float16")
+
+
 def test_few_entries_without_a_number_of_steps_are_thin():
     assert make_config({}).is_thin
     assert make_config({"sparsity": [0.5, 0.99], "rampup_step": 10}).is_thin

@@ -14,10 +14,8 @@ from dgc.core.message import Mode, make_plan
 def plans(density, ranks, **options):
     config = make_config({"indices": "uint16", "values": "float16", "small": "int8", **options})
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
-    made = [
-        make_plan(b, density=density, ranks=ranks, indices=config.indices, values=config.values, small=config.small)
-        for b in layout.buckets
-    ]
+    codecs = {"indices": config.indices, "values": config.value_codec, "small": config.small}
+    made = [make_plan(b, density=density, ranks=ranks, **codecs) for b in layout.buckets]
     return layout, made
 
 

@@ -103,7 +103,7 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     chosen = row.Options(**{name: plain(value) for name, value in options.items() if name in own}) if own else None
     config = DGCConfig(**common, algorithm=algorithm, own=chosen)
     require_choice("indices", config.indices, tuple(INDEX_CODECS))
-    require_choice("values", config.values, tuple(VALUE_CODECS))
+    require_choice("values", config.values, (None, *VALUE_CODECS))
     require_choice("small", config.small, tuple(VALUE_CODECS))
     if len(set(config.sparsity)) > 1 and "rampup_step" not in options:
         warnings.warn(

@@ -164,7 +164,7 @@ class Algorithm(ABC):
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Return the defaults that differ from those of ``dgc``. Momentum is 0: none is taken from the optimizer."""
-        return {"momentum": 0.0, "momentum_masking": False, "sparsity": 0.0, "small": "float32"}
+        return {"momentum": 0.0, "momentum_masking": False, "sparsity": 0.0, "values": "int2", "small": "float32"}
 
     @classmethod
     def is_plain_selection(cls, config: DGCConfig) -> bool:

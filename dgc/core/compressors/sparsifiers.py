@@ -39,7 +39,7 @@ class _Selection(Algorithm):
     coded: ClassVar[bool] = True
 
     def _codec(self, spec: BucketSpec) -> SparseCodec:
-        values = "float32" if self.sends_all(spec.density) else self.config.values
+        values = "float32" if self.sends_all(spec.density) else self.config.value_codec
         return SparseCodec(spec.bucket, sum(self.max_counts(spec)), self.config.indices, values)
 
     def codec_ids(self, spec: BucketSpec) -> tuple[int, int]:

@@ -283,7 +283,7 @@ def entry_plan(
         density=density,
         ranks=ranks,
         indices=config.indices,
-        values="float32" if exact else config.values,
+        values="float32" if exact else config.value_codec,
         compressor=compressor_class(config.algorithm).number,
         small="float32" if exact else config.small,
         deals=has_alltoall and config.exchange == "auto",
