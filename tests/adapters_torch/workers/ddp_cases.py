@@ -452,7 +452,7 @@ def bad_input():
     model.register_comm_hook(dgc.Compression.dgc(), dgc.ddp.compression_hook)
     refused(r"dgc\.ddp\.CompressionState\(compression, optimizer\)", lambda: loss_of(model, 0).backward())
 
-    refused("take a compressor from", lambda: dgc.ddp.CompressionState(None))
+    refused("DDP's hook takes a compressor", lambda: dgc.ddp.CompressionState(None))
     refused(r"give a torch\.optim\.Optimizer", lambda: state_of(make_model()))
     refused("needs Horovod", lambda: state_of(sgd(make_model()), transport="mpi"))
     refused("momentum would be applied twice", lambda: state_of(sgd(make_model()), momentum=0.9))

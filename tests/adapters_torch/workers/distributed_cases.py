@@ -210,7 +210,7 @@ def arguments_that_are_wrong_on_one_rank_alone():
         "give a torch.optim.Optimizer": {"optimizer": 3},
         "were not named": {"optimizer": unnamed},
         "compression is 'topk'": {"compression": "topk"},
-        "take a compressor from": {"compression": dgc.Compression.none},
+        "DDP's hook takes a compressor": {"compression": dgc.Compression.none},
     }.items():
         on_every_rank(dgc.ConfigError, match, lambda: registered(wrong))  # noqa: B023
     registered({})
