@@ -35,7 +35,7 @@ RATES = {"100mbit": 100, "1gbit": 1000, "10gbit": 10_000}
 
 TRAININGS = {
     "dense": ("dense", "C3", "o-"),
-    "steps": ("DGC, steps=", "C0", "D-"),
+    "steps,values=int2": ("DGC, steps=", "C0", "D-"),
     "powersgd=4": ("PowerSGD, rank 4", "C4", "^-"),
 }
 """Of the trainings with AdamW: label, colour, style."""
@@ -63,7 +63,7 @@ def adamw() -> Path:
     """Draw the loss of a GPT."""
     found = json.loads((RESULTS / "adaptive-gpt-10m.json").read_text())
     figure, axes = plt.subplots(figsize=SIZE)
-    for row in found["rows"]:
+    for row in (row for row in found["rows"] if row["steps"] == 2000):
         label, color, style = TRAININGS[row["setting"]]
         fewer = f", {row['fewer']:.0f} times fewer bytes" if row["fewer"] > 1 else ""
         axes.plot(*zip(*row["curve"], strict=True), style, color=color, label=label + fewer)

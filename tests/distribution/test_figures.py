@@ -94,10 +94,10 @@ def test_trainings_with_adamw(result):
     found = {}
     for row in rows_of(result):
         found.setdefault((row["setting"], row["steps"]), []).append(round(row[figure], digits))
-    ((heads, short),) = table_with("docs/adamw.md", "dense, three seeds")
+    ((heads, short),) = table_with("docs/adamw.md", "dense, every seed")
     (column,) = [i for i, head in enumerate(heads) if head.startswith(kind)]
     (steps,) = numbers(heads[column])
-    settings = {"dense, three seeds": "dense", "`steps=`, three seeds": "steps", "PowerSGD, rank 4": "powersgd=4"}
+    settings = {"dense, every seed": "dense", "`steps=`, every seed": "steps", "PowerSGD, rank 4": "powersgd=4"}
     for name, setting in settings.items():
         said = numbers(re.sub(r"\(.*\)", "", short[name][column]))
         assert said == found[setting, int(steps)], (name, kind)
@@ -110,21 +110,21 @@ def test_trainings_with_adamw(result):
     assert len(longer) == 2
     for name, cells in longer:
         (steps,) = numbers(name)
-        for setting, cell in zip(("dense", "steps"), cells[:2], strict=True):
+        for setting, cell in zip(("dense", "steps,values=int2"), cells[:2], strict=True):
             assert numbers(cell) == found[setting, int(steps)], name
 
 
 def test_the_larger_gpt():
     rows = {row["setting"]: row for row in rows_of("adaptive-gpt-10m") if row["steps"] == 2000}
-    dense, ours, theirs = (rows[name] for name in ("dense", "steps", "powersgd=4"))
+    dense, ours, theirs = (rows[name] for name in ("dense", "steps,values=int2", "powersgd=4"))
     said = text_of("docs/adamw.md")
     assert f"Dense ends at {dense['loss']:.3f} nats a byte" in said
     assert f"`steps=` at {ours['loss']:.3f} with {ours['fewer']:.0f} times fewer bytes" in said
     assert f"PowerSGD of rank 4 at {theirs['loss']:.3f} with {theirs['fewer']:.0f} times fewer" in said
-    largest = {row["setting"]: row["loss"] for row in rows_of("adaptive-gpt-19m")}
+    largest = {row["setting"]: row["loss"] for row in rows_of("adaptive-gpt-19m") if row["steps"] == 1000}
     assert f"| 1,000 | {largest['steps'] / largest['dense'] - 1:+.1%} |".replace("%", " %") in said
     assert f"ended at {largest['steps']:.3f} after 1,000 steps" in said
-    assert f"and ended at {largest['dense']:.3f}." in said
+    assert f"dense training at {largest['dense']:.3f}." in said
 
 
 AGAINST = {
@@ -142,8 +142,9 @@ def test_the_alternatives_with_adamw():
     steps = {row["setting"].partition("=0.")[0]: row for row in rows_of("adaptive-gpt-10m-steps")}
     for name, setting in AGAINST.items():
         (loss,), (loss_of_larger,), (fewer,), (sent,), *seconds = map(numbers, said[name])
-        rows, step = [row for row in trained if row["setting"] == setting], steps[setting.partition("=0.")[0]]
-        assert {row["seed"] for row in rows} == {0, 1, 2}, name
+        rows = [row for row in trained if row["setting"] == setting and row["seed"] < 3]
+        step = steps[setting.partition("=0.")[0]]
+        assert len(rows) == 3, name
         assert loss == round(statistics.fmean(row["loss"] for row in rows), 3), name
         assert loss_of_larger == round(larger[setting]["loss"], 3), name
         assert fewer == pytest.approx(larger[setting]["fewer"], abs=0.5), name
