@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="say what a step's exchange costs in this job, and which option to set")
     bench.add_argument("--parameters", type=int, default=25_000_000, help="size of the model (default: %(default)s)")
     bench.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model; replaces --parameters")
-    bench.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: %(default)s")
+    bench.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adamw", help="default: %(default)s")
     bench.add_argument(
         "--steps", type=int, default=10_000, help="length of the training; chooses the sparsity (default: %(default)s)"
     )

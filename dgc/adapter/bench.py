@@ -64,7 +64,7 @@ def training_of(arguments: argparse.Namespace) -> Training:
     Raises:
         ConfigError: an option is out of range, or the library would warn about the sparsity.
     """
-    steps, sparsity, adaptive = arguments.steps, arguments.sparsity, arguments.optimizer == "adamw"
+    steps, sparsity, adaptive = arguments.steps, arguments.sparsity, arguments.optimizer != "sgd"
     fixed = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
     config = make_config({"steps": steps, **fixed}).suited(adaptive)
     if sparsity is None:
@@ -249,16 +249,19 @@ def run_bench(arguments: argparse.Namespace, connect: Callable[[], Transport]) -
         for phase, seconds in zip(training.phases, costs.sparse, strict=True):
             ways.append((f"DGC, {phase.density:.1%}", seconds, f" a step, in {phase.steps:,} steps"))
         lines += [f"  {way:<16}{1e3 * seconds:10.1f} ms{where}" for way, seconds, where in ways]
-        lines.append(f"  {'set' if hosts > 1 else 'on this host alone'}: {costs.advice(training)}")
         lines.append("  where the dense exchange takes under a tenth of your training's step, there is little to gain")
+        lines.append(f"  {'set' if hosts > 1 else 'on this host alone'}: {costs.advice(training)}")
         if hosts == 1:
             lines.append("  no network was seen, only this host's memory: for several hosts start bench on them")
         layout, config = make_layout(parameters, training.config), training.config
         sizes = {
             n: traffic_of(layout, config, density, n) for n in sorted({transport.size, *(2**i for i in range(1, 11))})
         }
-        link = f"a latency of {1e6 * found.a_round:.0f} us and {1e-6 / max(found.a_byte, 1e-12):,.0f} MB/s"
-        lines.append(f"on other numbers of ranks, DGC with {density:.1%}, in ms (from {link}, measured here):")
+        link = f"a latency of {1e6 * found.a_round:.0f} us"
+        if found.a_byte > 1e-11:  # else the model is too small to time its bytes
+            link += f" and {1e-6 / found.a_byte:,.0f} MB/s"
+        memory = ", if the network were as fast as this memory" if hosts == 1 else ""
+        lines.append(f"on other numbers of ranks{memory}, DGC with {density:.1%}, in ms (from {link}, measured here):")
         lines.append("  ranks       dense    gathered  as dgc chooses")
         for n, row in predict(found, transport.size, sizes).items():
             cells = "{:12.1f}{:12.1f}{:16.1f}".format(*1e3 * row)

@@ -29,8 +29,9 @@ _AGAIN = (
 )
 _CHANGED = (
     "gradients were clipped or changed between backward() and step(): with the optimizer's momentum in the compressor "
-    ".grad holds the velocity, which is larger than the gradient. To clip as without compression leave momentum in the "
-    "optimizer (momentum=0 in the compressor); local_grad_clip_norm= of the compressor clips before momentum"
+    ".grad holds a sum or mean of many gradients, which has another norm. To clip as without compression leave "
+    "momentum in the optimizer (momentum=0 in the compressor); local_grad_clip_norm= of the compressor clips before "
+    "momentum"
 )
 
 

@@ -91,7 +91,7 @@ class SparseUpdates:
         if self._unwanted is not None:
             return self._unwanted
         if self.obstacle is None:
-            return "nothing else can be applied"
+            return "whole gradients are returned to the script"
         shards = list(map(local, self._parameters))
         for p in shards:
             if not (p.is_cpu and p.dtype in (torch.float32, torch.float64) and p.is_contiguous()):
