@@ -29,6 +29,7 @@ from torch.nn import functional  # noqa: E402
 from dgc.core import message  # noqa: E402
 from dgc.core.compressors import make_config  # noqa: E402
 from dgc.core.config import running_mean  # noqa: E402
+from dgc.core.exchange import encoders  # noqa: E402
 from dgc.core.exchange.exchange import Exchange  # noqa: E402
 from dgc.core.exchange.step import Hyper, StepOptions  # noqa: E402
 from dgc.core.kernels.cpu import NumbaKernels  # noqa: E402
@@ -169,7 +170,7 @@ def choose(word: str) -> None:
     if word not in ("gather", "owners"):
         sums, codec = word.split(":")
         message.SUMS_PER_ENTRY, message.SUM_VALUES = float(sums), {"int2": (codec,)}
-    message.OWNERS_SHARE = 1.0
+    encoders.OWNERS_SHARE = 1.0
 
 
 def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:

@@ -11,8 +11,8 @@ import argparse
 from compress import MODELS
 
 from dgc.core.compressors import make_config
+from dgc.core.exchange.encoders import entry_plan
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.message import make_plan
 
 BEFORE = {"indices": "uint16", "values": "float16"}
 CHOICES: tuple[dict[str, str], ...] = (
@@ -36,14 +36,7 @@ def sent(shapes: list[tuple[int, ...]], density: float, ranks: int, options: dic
     layout = make_layout([Parameter(str(i), shape, "float32") for i, shape in enumerate(shapes)], config)
     total = 0
     for bucket in layout.buckets:
-        plan = make_plan(
-            bucket,
-            density=density,
-            ranks=ranks,
-            indices=config.indices,
-            values=config.value_codec,
-            small=config.small,
-        )
+        plan = entry_plan(bucket, config, density, ranks, has_alltoall=False)
         total += plan.message_bytes
         if plan.allreduces:
             total += plan.itemsize * (plan.vector_size - plan.plain_start)

@@ -66,6 +66,12 @@ def combinations(name: str, parameters: Mapping[str, Iterable[Any]]) -> Iterator
         yield "-".join([name, *map(str, values)]), dict(zip(parameters, values, strict=True))
 
 
+def uneven_batches(gap: int, rank: int | None = None) -> int:
+    """Number of a rank's batches: at least 3, each rank ``gap`` more than the one before; the last but one the most."""
+    size, rank = launch_size(), launch_rank() if rank is None else rank
+    return 3 + gap * [*range(size - 2), size - 1, size - 2].index(rank)
+
+
 def close_later(opened: Any) -> Any:
     """Close it when the case has passed; returns it."""
     OPENED.append(opened)

@@ -11,7 +11,6 @@ on all sizes without asking each other, and a resumed run makes the same plans.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dgc import errors
-from dgc.core.codecs import SPARSE_ID, IndexCodecId, SmallCodec, SparseCodec, ValueCodecId
+from dgc.core.codecs import IndexCodecId, SmallCodec, SparseCodec, ValueCodecId
 from dgc.core.collectives import BYTE_LIMIT, Transport
-from dgc.core.config import entries_to_send
 from dgc.core.kernels.base import Memory
 from dgc.core.layout import Bucket
 from dgc.core.stripes import Stripes
@@ -212,10 +210,6 @@ SUMS_PER_ENTRY: float = 8
 # loss rises, and with eight it does not fall. "int8" has one scale for each tensor, and "int4" has eight.
 SUM_VALUES: dict[str, tuple[str, ...]] = dict.fromkeys(("int2", "int3", "int4"), ("int4", "int8"))
 
-# Owners add up entries if this takes at most this share of the bytes of gathering. A smaller saving does not pay for a
-# second collective and a second rounding.
-OWNERS_SHARE = 0.6
-
 # A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
 # entries that do not fit, less than 0.9 % / sqrt(mean) of all, are sent later.
 PART_MARGIN = 2.0
@@ -228,7 +222,6 @@ class Dealing:
         capacity: the most entries in a part, which one rank sends to one owner.
         part_bytes: bytes of a part.
         ks: the most sums of each tensor that one owner sends to all ranks.
-        payload_bytes: bytes for one owner's sums in a message.
         stripes: the positions of each owner.
         first: for each owner, the codec of the parts that it receives.
         second: the codec of each owner's sums.
@@ -255,7 +248,6 @@ class Dealing:
         self.small_bytes = max((each.max_bytes for each in self.small), default=0)
         self.small_at = PART_HEADER.itemsize + self.first[0].max_bytes
         self.part_bytes = self.small_at + self.small_bytes
-        self.payload_bytes = self.second[0].max_bytes
 
 
 class Traffic(NamedTuple):
@@ -350,34 +342,6 @@ class BucketPlan:
         """The codec of selected entries."""
         assert self.selection is not None, "the plan is one of selected entries"
         return self.selection
-
-
-def make_plan(
-    bucket: Bucket,
-    *,
-    density: float | None,
-    ranks: int,
-    indices: str,
-    values: str,
-    compressor: int = SPARSE_ID,
-    small: str = "float32",
-    deals: bool = False,
-) -> BucketPlan:
-    """Decide how ``bucket`` is sent as selected entries with these codecs; see :func:`plan_for`.
-
-    With ``deals``, owners add up the entries if this saves enough bytes: see ``OWNERS_SHARE``.
-    """
-    ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
-    codec = SparseCodec(bucket, sum(ks), indices, values)
-    ids = (compressor, int(codec.indices.id), int(codec.values.id))
-    plan = functools.partial(plan_for, bucket, ks=ks, density=density, ranks=ranks, small=small, selection=codec)
-    gathered = plan(ids=ids, payload_bytes=codec.max_bytes)
-    if not (deals and ks and ranks > 1):
-        return gathered
-    dealing = Dealing(bucket, ks, ranks, indices, values, small)
-    ids = (compressor, int(codec.indices.id), int(dealing.second[0].values.id))
-    owners = plan(ids=ids, payload_bytes=dealing.payload_bytes, dealing=dealing)
-    return owners if owners.traffic(ranks).nbytes <= OWNERS_SHARE * gathered.traffic(ranks).nbytes else gathered
 
 
 def plan_for(

@@ -5,16 +5,17 @@ import pytest
 
 from dgc import errors
 from dgc.core.compressors import make_config
+from dgc.core.exchange.encoders import entry_plan
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.message import HEADER_BYTES, MIN_MESSAGE_BYTES, Flags, Incoming, Messages, RemoteFailure, make_plan
+from dgc.core.message import HEADER_BYTES, MIN_MESSAGE_BYTES, Flags, Incoming, Messages, RemoteFailure
 from dgc.transport.local import run_ranks
 
 RANKS = 3
 BUCKET, STEP = 0, 7
 LAYOUT = make_layout([Parameter("w", (40, 50), "float32"), Parameter("b", (9,), "float32")], make_config({}))
+CODECS = {"indices": "uint16", "values": "float32", "small": "float32"}
 PLAN, DENSE = (
-    make_plan(LAYOUT.buckets[0], density=density, ranks=RANKS, indices="uint16", values="float32")
-    for density in (0.01, None)
+    entry_plan(LAYOUT.buckets[0], make_config(CODECS), density, RANKS, has_alltoall=False) for density in (0.01, None)
 )
 
 

@@ -8,15 +8,13 @@ from model_shapes import resnet50_shapes
 from dgc.core.compressors import make_config
 from dgc.core.exchange.encoders import entry_plan
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.message import Mode, make_plan
+from dgc.core.message import Mode
 
 
 def plans(density, ranks, **options):
     config = make_config({"indices": "uint16", "values": "float16", "small": "int8", **options})
     layout = make_layout([Parameter(n, s, "float32") for n, s in resnet50_shapes()], config)
-    codecs = {"indices": config.indices, "values": config.value_codec, "small": config.small}
-    made = [make_plan(b, density=density, ranks=ranks, **codecs) for b in layout.buckets]
-    return layout, made
+    return layout, [entry_plan(b, config, density, ranks, has_alltoall=False) for b in layout.buckets]
 
 
 def test_a_25_million_element_model_sends_at_most_33_bits_per_entry():
@@ -100,3 +98,11 @@ def test_owners_add_up_where_that_saves_enough_bytes(shape, density, ranks, way,
     assert plan.dealing is None or plan.traffic(ranks).nbytes <= 0.6 * gathered.traffic(ranks).nbytes
     for other in (gathered, entry_plan(bucket, config, density, ranks, has_alltoall=False)):
         assert other.dealing is None
+
+
+@pytest.mark.parametrize("values", ["int2", "int3", "int4"])
+def test_sums_of_coarse_values_take_the_shorter_code(values):
+    """Of four sums an owner, eight means would be longer than one scale."""
+    config = make_config({"values": values})
+    (bucket,) = make_layout([Parameter("a", (2000, 2000), "float32")], config).buckets
+    assert entry_plan(bucket, config, 0.001, 1024).dealing.second[0].values.name == "int8"

@@ -12,18 +12,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from typing_extensions import override
 
-from dgc.core.codecs import padded
+from dgc.core.codecs import SparseCodec, padded
 from dgc.core.collectives import Transport
 from dgc.core.compressors import OWN_NUMBERS, compressor_class
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
-from dgc.core.config import DGCConfig
+from dgc.core.config import DGCConfig, entries_to_send
 from dgc.core.exchange.step import Step
 from dgc.core.kernels.base import Kernels, SegmentWork, Selection, is_finite
 from dgc.core.layout import Bucket, Layout
-from dgc.core.message import BucketPlan, Mode, make_plan, plan_for
+from dgc.core.message import BucketPlan, Dealing, Mode, plan_for
 from dgc.core.state import BucketState
 from dgc.core.stripes import Stripes
 from dgc.errors import ConfigError
+
+# Owners add up entries if this takes at most this share of the bytes of gathering. A smaller saving does not pay for a
+# second collective and a second rounding.
+OWNERS_SHARE = 0.6
 
 
 class Encoder(ABC):
@@ -277,17 +281,30 @@ def entry_plan(
     bucket: Bucket, config: DGCConfig, density: float | None, ranks: int, *, has_alltoall: bool = True
 ) -> BucketPlan:
     """Return how dgc and topk send a bucket over a transport, with or without alltoall."""
-    exact = _is_exact(config, density)
-    return make_plan(
-        bucket,
-        density=density,
-        ranks=ranks,
-        indices=config.indices,
-        values="float32" if exact else config.value_codec,
-        compressor=compressor_class(config.algorithm).number,
-        small="float32" if exact else config.small,
-        deals=has_alltoall and config.exchange == "auto",
-    )
+    values, small = ("float32", "float32") if _is_exact(config, density) else (config.value_codec, config.small)
+    ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
+    selection = SparseCodec(bucket, sum(ks), config.indices, values)
+
+    def plan(codec: SparseCodec, dealing: Dealing | None = None) -> BucketPlan:
+        ids = (compressor_class(config.algorithm).number, int(codec.indices.id), int(codec.values.id))
+        return plan_for(
+            bucket,
+            ids,
+            ks,
+            codec.max_bytes,
+            density=density,
+            ranks=ranks,
+            small=small,
+            selection=selection,
+            dealing=dealing,
+        )
+
+    gathered = plan(selection)
+    if not (has_alltoall and config.exchange == "auto" and ks and ranks > 1):
+        return gathered
+    dealing = Dealing(bucket, ks, ranks, config.indices, values, small)
+    owners = plan(dealing.second[0], dealing)
+    return owners if owners.traffic(ranks).nbytes <= OWNERS_SHARE * gathered.traffic(ranks).nbytes else gathered
 
 
 def _is_exact(config: DGCConfig, density: float | None) -> bool:

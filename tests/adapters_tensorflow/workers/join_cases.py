@@ -8,6 +8,7 @@ import models as m
 import numpy as np
 import tensorflow as tf
 from worker_tools import case
+from worker_tools import uneven_batches as batches
 
 import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
@@ -15,11 +16,6 @@ import dgc.tensorflow.keras as dgck
 FRESH = "Horovod's thread has crashed in hvd.join() on ranks that had served 170 other cases"
 MOST = hvd.size() - 2
 """The rank with the most batches, so that the last one is not the highest."""
-
-
-def batches(gap, of=None):
-    order = [*range(hvd.size() - 2), hvd.size() - 1, hvd.size() - 2]
-    return 3 + gap * order.index(hvd.rank() if of is None else of)
 
 
 def tape_run(gap, options=None):

@@ -4,17 +4,13 @@ import horovod.torch as hvd
 import torch
 from adapters_torch.workers.models import assert_replicas_identical, make_model, train, worst_difference, wrap
 from worker_tools import case
+from worker_tools import uneven_batches as batches
 
 import dgc.torch as dgc
 
 FRESH = "Horovod's thread has crashed in hvd.join() on ranks that had served 170 other cases"
 EXACT = {"sparsity": 0.0, "values": "float32", "small": "float32"}
 SGD = {"plain": {}, "nesterov decay": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}}
-
-
-def batches(gap):
-    """Rank 0 has the fewest, each other one ``gap`` more than the one before; the last but one the most."""
-    return 3 + gap * [*range(hvd.size() - 2), hvd.size() - 1, hvd.size() - 2].index(hvd.rank())
 
 
 @case(gap=(1, 5), sgd=SGD, way="ab")

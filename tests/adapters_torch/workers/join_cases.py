@@ -15,6 +15,7 @@ from adapters_torch.workers.tensors import (
 )
 from torch import nn
 from worker_tools import case, close_later, launch_rank, launch_size
+from worker_tools import uneven_batches as batches
 
 import dgc.torch as dgc
 
@@ -44,12 +45,6 @@ def train(optimizer, model, steps, start=0, after=None):
         optimizer.step()
         if after is not None:
             after()
-
-
-def batches(gap, of=None):
-    """Rank 0 has the fewest, each other one ``gap`` more than the one before; the last but one the most."""
-    order = [*range(size() - 2), size() - 1, size() - 2]
-    return 3 + gap * order.index(rank() if of is None else of)
 
 
 def reference(gap, options, more=0, clip=None, divide=lambda training_before: size()):

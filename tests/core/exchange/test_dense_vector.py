@@ -6,12 +6,12 @@ from exchange_tools import gradient, parameters
 
 from dgc.core.compressors import make_config
 from dgc.core.exchange.dense import DenseVector
+from dgc.core.exchange.encoders import entry_plan
 from dgc.core.exchange.step import Hyper, Step, Submission, Submissions
 from dgc.core.kernels import base
 from dgc.core.kernels.base import is_finite
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout
-from dgc.core.message import make_plan
 
 
 def written(monkeypatch, small, *, decay, nesterov):
@@ -35,7 +35,7 @@ def written(monkeypatch, small, *, decay, nesterov):
         step.submissions.add(
             i, Submission(gradient(0, 0, i, size), results[i], weights if hyper.weight_decay[i] else None)
         )
-    plan = make_plan(bucket, density=0.001, ranks=2, indices="uint16", values="float16")
+    plan = entry_plan(bucket, make_config({"small": "float32"}), 0.001, 2)
     vector, u = DenseVector(bucket, ReferenceKernels()), np.zeros(bucket.size, np.float32)
     vector.start(plan)
     for segment in bucket.segments:

@@ -152,7 +152,7 @@ def test_with_room_for_all_the_owners_sums_are_those_of_all_entries(monkeypatch)
         owners.start(SimpleNamespace(dealing=dealing))
         owners.write_parts(entries[transport.rank])
         owners.exchange()
-        payload = np.zeros(dealing.payload_bytes, np.uint8)
+        payload = np.zeros(dealing.second[0].max_bytes, np.uint8)
         state = BucketState(bucket, ReferenceKernels().memory, dealing.stripes[transport.rank])
         count, nonfinite = owners.add_up(state, payload, np.empty(0, np.uint8))
         assert not nonfinite
