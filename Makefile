@@ -53,7 +53,7 @@ $(STAMP): $(TRAINS)
 	@touch $@
 
 # What the demo needs: both frameworks, Horovod and an MPI.
-$(TRAINS): pyproject.toml constraints.txt dgc/build_horovod.py
+$(TRAINS): pyproject.toml constraints.txt dgc/contrib/build_horovod.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "error: $(PYTHON) is missing or older than Python 3.10. Install a newer one and run: make setup PYTHON=python3.12" >&2; \
 	  exit 1; }
@@ -114,7 +114,7 @@ test-beyond: setup ## what make test-all has beyond make test
 test-quick: setup ## the tests of the core and the contract tests, which start no ranks (about two minutes)
 	$(BIN)/python tools/run_tests.py --quick
 
-lint: setup ## ruff, mypy (strict on core, transport and adapter) and the import rules
+lint: setup ## ruff, mypy (strict on core, transport, adapter and contrib) and the import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy dgc

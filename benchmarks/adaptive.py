@@ -1,12 +1,12 @@
-r"""Train with DGC and Adam or AdamW on three tasks, over Gloo: the loss, and the bytes of the whole run.
+r"""Train with DGC and AdamW, Adam or SGD on some tasks, over Gloo: the loss, and the bytes of the whole run.
 
     torchrun --nproc-per-node 2 benchmarks/adaptive.py gpt 1200 dense density=0.05,beta2=0.99,from=0.2 --seeds 0 1
 
 Each word after the number of steps is one training: ``dense``; ``fp16`` and ``powersgd=4``, DDP's hooks, the latter of
-that rank; ``onebit=0.15``, a hook as in 1-bit Adam, after dense steps that are this share of all; ``steps``, as a user
-writes it: the optimizer as it is, and ``Compression.dgc(steps=...)``; or DGC's settings, joined by commas. Equal steps,
-rates and data for all. With ``--json FILE`` the rows are added to a file, and trainings that it holds already are not
-repeated.
+that rank; ``onebit=0.15``, a hook as in 1-bit Adam, after dense steps that are this share of all; ``steps``, classic
+error feedback: the optimizer as it is, and ``Compression.dgc(steps=..., error_feedback="classic")``; or DGC's settings,
+joined by commas. Equal steps, rates and data for all. With ``--json FILE`` the rows are added to a file, and trainings
+that it holds already are not repeated.
 
 ``--timed RATE`` evaluates nothing and writes the medians of the last half of the steps: the time, the bytes, and the
 processor time of a rank, which depends less on what else the machine does. The hosts and links of that rate are those
@@ -14,6 +14,10 @@ of ``benchmarks/network`` (root and iproute2 needed):
 
     python benchmarks/network/run.py --hosts 2 --rate 1gbit --pin -- sh -c 'MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 \
       WORLD_SIZE=2 RANK=$OMPI_COMM_WORLD_RANK python benchmarks/adaptive.py gpt-10m 14 dense steps --timed 1gbit'
+
+``ahead`` is step-ahead error feedback as a user writes it, and takes ``density`` (one, or two joined by "/": the first
+holds for a fifth of the steps), ``values``, ``small`` and ``late=1``. With ``saved=1``, all ranks go on after half of
+the steps from the model and the optimizer of rank 0, as a script does that saves there without ``average()``.
 
 Settings of DGC: ``density`` of the entries sent; ``ramp``, a share of the steps at whose equal parts the ``first``
 densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from`` a share of the steps on; ``masking``;
@@ -40,7 +44,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +270,39 @@ def _vit() -> nn.Module:
     return Transformer(Patches(64), 9, 64, 3, 4, 10, causal=False)
 
 
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 12)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(576, 256), nn.ReLU(),
+        nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+class Lstm(nn.Module):
+    """Reads text byte by byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(256, 64), nn.LSTM(64, 256, batch_first=True)
+        self.classes = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classes(self.lstm(self.embed(x))[0])
+
+
+_NESTEROV = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+
 TASKS = {
+    "cnn": Task(_cnn, _digits, functional.cross_entropy, torch.optim.SGD, {"lr": 0.1, **_NESTEROV}, None, cosine),
+    "lstm": Task(
+        Lstm,
+        functools.partial(_text, 64, 16),
+        _language_loss,
+        torch.optim.SGD,
+        {"lr": 0.5, **_NESTEROV},
+        1.0,
+        cosine,
+    ),
     "gpt": _gpt_task(64, 4, 96, 3, 4, 3e-3),
     "table": Task(_mlp, _table, functional.mse_loss, torch.optim.Adam, {"lr": 1e-3}, None, lambda progress: 1.0),
     "vit": Task(
@@ -283,6 +319,33 @@ TASKS = {
     ),
     "gpt-10m": _gpt_task(64, 4, 384, 6, 6, 1e-3),
     "gpt-19m": _gpt_task(64, 4, 448, 8, 8, 8e-4),
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of a mean of gradients, with decoupled decay. Source: Chen et al. 2023, arXiv 2302.06675."""
+
+    def __init__(self, parameters: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.defaults["decoupled_weight_decay"] = True
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            now, later = group["betas"]
+            for p in group["params"]:
+                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(torch.lerp(p.grad, mean, now).sign_(), alpha=group["lr"])
+                mean.lerp_(p.grad, 1 - later)
+
+
+OTHERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.95}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "lion": (Lion, {"lr": 4e-4, "betas": (0.9, 0.98), "weight_decay": 0.5}),
 }
 
 
@@ -437,7 +500,7 @@ class DGC:
         self._made += 1
 
     def _begin(self) -> None:
-        options = self._by_hand() if "density" in self._given else {"steps": self._steps}
+        options = self._by_hand() if "density" in self._given else {"steps": self._steps, "error_feedback": "classic"}
         if self._task.clip:
             options |= {"local_grad_clip_norm": self._task.clip, "clip_scope": "global"}
         self._compression = dgc.Compression.dgc(**options)
@@ -465,6 +528,60 @@ class DGC:
         return options | {name: given[name] for name in ("values", "small") if name in given}
 
 
+class Ahead:
+    """Step-ahead error feedback by dgc's optimizer; the script clips the gradient of its own rank."""
+
+    def __init__(
+        self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, str], steps: int
+    ) -> None:
+        self._clip, self._model, self._optimizer, self._scheduled = task.clip, model, optimizer, optimizer
+        self._steps = steps
+        self._left = steps if "density" in given else 0  # with steps=, the last step averages
+        self._resumes_in, self._before = steps // 2 if given.get("saved") == "1" else 0, 0
+        options: dict[str, Any] = {"steps": steps}
+        if "density" in given:
+            densities = [float(d) for d in given["density"].split("/")]
+            options = {"sparsity": [1 - d for d in densities]}
+            if len(densities) > 1:
+                options["rampup_step"] = math.ceil(len(densities) * steps / 5)
+        options |= {name: given[name] for name in ("values", "small") if name in given}
+        self._options = options | {"late": given.get("late") == "1", "error_feedback": "step-ahead"}
+        self._wrap()
+
+    @property
+    def bytes(self) -> int:
+        return self._before + self._compression.stats.total.bytes_sent
+
+    def _wrap(self) -> None:
+        self._compression = dgc.Compression.dgc(**self._options)
+        dgc.DistributedOptimizer(self._optimizer, self._model.named_parameters(), compression=self._compression)
+
+    def _resume(self) -> None:
+        """Go on from the model and the optimizer of rank 0, as a script does that saves there without average()."""
+        self._before = self.bytes
+        self._compression.close()
+        states = [v for state in self._optimizer.state.values() for v in state.values()]
+        for tensor in (*self._model.parameters(), *states):
+            dist.broadcast(tensor.detach(), 0)
+        self._optimizer = type(self._scheduled)([dict(group) for group in self._scheduled.param_groups])
+        self._optimizer.load_state_dict(self._scheduled.state_dict())
+        self._left = self._steps - self._steps // 2
+        self._wrap()
+
+    def step(self) -> None:
+        if self._clip:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        for group, scheduled in zip(self._optimizer.param_groups, self._scheduled.param_groups, strict=True):
+            group["lr"] = scheduled["lr"]
+        self._optimizer.step()
+        self._left -= 1
+        self._resumes_in -= 1
+        if not self._left:
+            self._compression.average()
+        elif not self._resumes_in:
+            self._resume()
+
+
 def freeze(optimizer: torch.optim.Optimizer, second: float, scale: float = 1.0) -> None:
     """Correct the bias of the second moments now, so that a beta2 of nearly 1 does not correct it again."""
     for state in optimizer.state.values():
@@ -490,6 +607,8 @@ def train(task: Task, data: Any, word: str, steps: int, seed: int, points: int) 
         method = Hooked(task, model, optimizer, int(given["powersgd"]) if "powersgd" in given else None)
     elif "onebit" in given:
         method = OneBit(task, model, optimizer, round(float(given["onebit"]) * steps))
+    elif word.startswith("ahead"):
+        method = Ahead(task, model, optimizer, given, steps)
     else:
         method = DGC(task, model, optimizer, given, steps)
     forward, curve, began, ends = getattr(method, "forward", model), [], time.monotonic(), []
@@ -558,6 +677,9 @@ def main() -> None:
     parser.add_argument("steps", type=int)
     parser.add_argument("settings", nargs="+", help="dense, fp16, powersgd=RANK, onebit=SHARE, or DGC's: see above")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--batch", type=int, help="sequences of a rank in a step, for the GPTs")
+    parser.add_argument("--beta1", type=float, help="another beta1 of the optimizer")
+    parser.add_argument("--optimizer", choices=OTHERS, help="another optimizer, at a rate that suits the small GPT")
     parser.add_argument("--points", type=int, default=6, help="at which the held-out loss is measured")
     parser.add_argument("--timed", metavar="RATE", help="only the seconds of a step, over links of this rate")
     parser.add_argument("--json", type=Path, help="rows are added to this file")
@@ -565,11 +687,18 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     task, first = TASKS[options.task], int(os.environ["RANK"]) == 0
-    data = task.data()
+    if options.beta1 is not None:
+        task = replace(task, options={**task.options, "betas": (options.beta1, task.options["betas"][1])})
+    if options.optimizer is not None:
+        optimizer, given = OTHERS[options.optimizer]
+        task = replace(task, optimizer=optimizer, options=given)
+    data = task.data() if options.batch is None else _text(64, options.batch)
     report: dict[str, Any] = {"task": options.task, "ranks": dist.get_world_size(), "rows": []}
     if options.json and options.json.exists():
         report = json.loads(options.json.read_text())
-    report |= facts("torch", "numpy", "numba")
+    report |= facts("torch", "numpy", "numba") | {
+        name: getattr(options, name) for name in ("batch", "beta1", "optimizer") if getattr(options, name) is not None
+    }
     done = {(row["setting"], row["steps"], row["seed"], row.get("rate")) for row in report["rows"]}
     dist.barrier()
     for seed in options.seeds:

@@ -1,6 +1,6 @@
 """All compressors on real training gradients: size, error, time, and the accuracy that training with them reaches.
 
-    python benchmarks/compressors.py --accuracy --plot docs/compressors.svg
+    python benchmarks/compressors.py --accuracy --plot benchmarks/results/compressors.svg
 
 The gradients are those of the digits network (examples/torch_digits.py), one batch of 16 images each. Size, error and
 time are of one rank's messages without an exchange; x is residual plus gradient after ``--warm`` steps of feedback.

@@ -1,12 +1,13 @@
-"""Draw the figures of docs/ from benchmarks/results: ``make figures``.
+"""Draw the figures of README and of the results from benchmarks/results: ``make figures``.
 
-docs/step-time.svg: step time against bandwidth, by method, of powersgd.json.
-docs/adamw.svg: a GPT's loss in the course of the training, by method, of adaptive-gpt-10m.json.
+docs/step-time.svg: the seconds of a GPT's step on two networks, by method, of adaptive-gpt-10m-steps.json.
+benchmarks/results/adamw.svg: a GPT's loss in the course of the training, by method, of adaptive-gpt-10m.json.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ METADATA = {"Date": None, "Creator": None}
 """With these, and a fixed salt, the same results give the same file."""
 SIZE = (5, 3.6)  # inches: on a phone, the letters are then as large as those of the text
 
-LINES = {
-    "dense": ("dense DDP", "C3", "o-"),
-    "fp16": ("DDP's hook for 16 bits", "C1", "s-"),
-    "powersgd-1": ("DDP's PowerSGD hook, rank 1", "C4", "^-"),
-    "dgc-hook": ("DDP with dgc's hook, 0.1 %", "C0", "D--"),
-    "dgc": ("dgc's optimizer, 0.1 %", "C0", "D-"),
+METHODS = {
+    "dense": ("dense DDP", "C3"),
+    "fp16": ("16 bits", "C1"),
+    "powersgd=4": ("PowerSGD, rank 4", "C4"),
+    "steps": ("dgc, steps=, classic", "C9"),
+    "ahead": ("dgc, steps=", "C0"),
 }
-"""Of the benchmark's methods: label, colour, style."""
-RATES = {"100mbit": 100, "1gbit": 1000, "10gbit": 10_000}
-"""Of the links, in Mbit/s."""
+"""Of the benchmark's settings: label, colour."""
+RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+"""Of the links: the benchmark's name."""
 
 TRAININGS = {
     "dense": ("dense", "C3", "o-"),
@@ -42,21 +43,24 @@ TRAININGS = {
 
 
 def step_time() -> Path:
-    """Draw step times."""
-    found = json.loads((RESULTS / "powersgd.json").read_text())
-    seconds = {(row["method"], row["rate"]): row["seconds"] for row in found["rows"] if row["model"] == "mlp"}
+    """Draw the seconds of a step of a GPT with AdamW, medians of the runs."""
+    found = json.loads((RESULTS / "adaptive-gpt-10m-steps.json").read_text())
     figure, axes = plt.subplots(figsize=SIZE)
-    for method, (label, color, style) in LINES.items():
-        times = [1000 * seconds[method, rate] for rate in RATES]
-        axes.plot(list(RATES.values()), times, style, color=color, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="speed of the network, Mbit/s", ylabel="a training step, ms")
-    ticks = [50, 100, 200, 500, 1000, 2000, 5000, 10_000]
-    axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_xticks(list(RATES.values()), [f"{rate:,}" for rate in RATES.values()])
-    axes.minorticks_off()
-    axes.set_title(f"A training step of 23 million parameters (MLP) on {found['ranks']} hosts", fontsize=10)
-    axes.legend(fontsize=9, ncol=2, loc="upper center", bbox_to_anchor=(0.45, -0.24))
-    return saved(figure, axes, "step-time.svg")
+    labels = []
+    for at, (name, rate) in enumerate(RATES.items()):
+        for place, (method, (label, color)) in enumerate(METHODS.items()):
+            y = at * (len(METHODS) + 1) + place
+            runs = [row["step"] for row in found["rows"] if (row["setting"], row["rate"]) == (method, rate)]
+            seconds = statistics.median(runs)
+            axes.barh(y, seconds, color=color)
+            axes.text(seconds + 0.05, y, f"{seconds:.2f} s", va="center", fontsize=9)
+            labels.append((y, label))
+        axes.text(3.4, at * (len(METHODS) + 1) + 3, name, fontsize=11, weight="bold")
+    axes.set_yticks([y for y, _ in labels], [label for _, label in labels])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds of a step", xlim=(0, 5))
+    axes.set_title(f"A step of a GPT of 10.8 million parameters with AdamW, {found['ranks']} hosts", fontsize=9)
+    return saved(figure, axes, DOCS / "step-time.svg")
 
 
 def adamw() -> Path:
@@ -71,15 +75,15 @@ def adamw() -> Path:
     parameters = found["rows"][0]["parameters"] / 1e6
     axes.set_title(f"A GPT of {parameters:.0f} million parameters with AdamW on {found['ranks']} ranks", fontsize=10)
     axes.legend(fontsize=9)
-    return saved(figure, axes, "adamw.svg")
+    return saved(figure, axes, RESULTS / "adamw.svg")
 
 
-def saved(figure: Any, axes: Any, name: str) -> Path:
-    """Write a figure into the documentation."""
+def saved(figure: Any, axes: Any, path: Path) -> Path:
+    """Write a figure."""
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(DOCS / name, metadata=METADATA)
-    return DOCS / name
+    figure.savefig(path, metadata=METADATA)
+    return path
 
 
 if __name__ == "__main__":

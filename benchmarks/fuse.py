@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from machine import processor
 
-from dgc.torch.fuse import fuse_optimizer
+from dgc.torch.contrib.fuse import fuse_optimizer
 
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

@@ -31,13 +31,7 @@ from contract_tools import CASES, Alone, Case  # noqa: E402
 
 from dgc.core.codecs import INDEX_CODECS, VALUE_CODECS, check_positions, padded  # noqa: E402
 from dgc.core.compressors import SparseValues  # noqa: E402
-from dgc.core.message import (  # noqa: E402  # noqa: E402
-    HEADER_BYTES,
-    Messages,
-    Mode,
-    RemoteFailure,
-    plan_for,
-)
+from dgc.core.message import HEADER_BYTES, Form, Messages, RemoteFailure  # noqa: E402
 from dgc.errors import DGCError  # noqa: E402
 from dgc.transport.local import local_world  # noqa: E402
 
@@ -50,22 +44,15 @@ class Target:
     def __init__(self, case: Case) -> None:
         self.alone = alone = Alone(case, SHAPES)
         algorithm, spec = alone.algorithm, alone.spec
-        self.plan = plan_for(
-            alone.bucket,
-            (algorithm.number, *algorithm.codec_ids(spec)),
-            algorithm.max_counts(spec),
-            padded(algorithm.max_bytes(spec)),
-            density=0.1,
-            ranks=1,
-        )
-        assert self.plan.mode is Mode.SPARSE
-        self.sender = Messages(0, local_world(1)[0])
+        ids = (algorithm.number, *algorithm.codec_ids(spec))
+        form = Form(ids, sum(algorithm.max_counts(spec)), padded(algorithm.max_bytes(spec)))
+        self.sender = Messages(form, 0, local_world(1)[0])
         self.messages = [self._message(step) for step in range(4)]
 
     def _message(self, step: int) -> np.ndarray:
         alone = self.alone
         payload, count, _ = alone.encode(alone.random(step), step=step)
-        self.sender.start(self.plan, 5, fingerprint=77)
+        self.sender.start(5, fingerprint=77)
         self.sender.payload[: payload.size] = payload
         self.sender.finish(count=count, nonfinite=False)
         self.sender.exchange()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pydoc_data.topics
 import sys
 import time
@@ -26,10 +27,9 @@ from torch import nn  # noqa: E402
 from torch.func import functional_call, grad, vmap  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from dgc.core import message  # noqa: E402
 from dgc.core.compressors import make_config  # noqa: E402
 from dgc.core.config import running_mean  # noqa: E402
-from dgc.core.exchange import encoders  # noqa: E402
+from dgc.core.exchange import choice, owners  # noqa: E402
 from dgc.core.exchange.exchange import Exchange  # noqa: E402
 from dgc.core.exchange.step import Hyper, StepOptions  # noqa: E402
 from dgc.core.kernels.cpu import NumbaKernels  # noqa: E402
@@ -161,16 +161,16 @@ class Task:
             return float(self.loss(model(x), y))
 
 
-SHIPPED = message.SUMS_PER_ENTRY, message.SUM_VALUES
+SHIPPED = owners.SUMS_PER_ENTRY, owners.SUM_VALUES
 
 
 def choose(word: str) -> None:
-    """Patch the core's budget for one training, and let owners add up even where they save few bytes."""
-    message.SUMS_PER_ENTRY, message.SUM_VALUES = SHIPPED
+    """Patch the core's budget for one training, and let owners add up even where they do not pay."""
+    owners.SUMS_PER_ENTRY, owners.SUM_VALUES = SHIPPED
     if word not in ("gather", "owners"):
         sums, codec = word.split(":")
-        message.SUMS_PER_ENTRY, message.SUM_VALUES = float(sums), {"int2": (codec,)}
-    encoders.OWNERS_SHARE = 1.0
+        owners.SUMS_PER_ENTRY, owners.SUM_VALUES = float(sums), {"int2": (codec,)}
+    choice.OWNERS_SHARE = math.inf
 
 
 def train(task: Task, ranks: int, word: str, seed: int, per_rank: bool) -> dict:

@@ -16,7 +16,7 @@ from compress import resnet50
 
 from dgc.core.compressors import make_config
 from dgc.core.config import entries_to_send
-from dgc.core.exchange.encoders import entry_plan
+from dgc.core.exchange.choice import entry_plan
 from dgc.core.layout import Layout, Parameter, make_layout
 
 RANKS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
@@ -39,7 +39,7 @@ def through_a_rank(layout: Layout, density: float, ranks: int, exchange: str) ->
     """Return the bytes that pass through a rank, and how many buckets have owners."""
     config = make_config({"exchange": exchange})
     plans = [entry_plan(bucket, config, density, ranks) for bucket in layout.buckets]
-    return round(sum(plan.traffic(ranks).nbytes for plan in plans)), sum(plan.way == "owners" for plan in plans)
+    return round(sum(plan.traffic.nbytes for plan in plans)), sum(plan.way == "owners" for plan in plans)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 from machine import facts, one_item_a_line  # noqa: E402
 
 from dgc.core.compressors import make_config  # noqa: E402
-from dgc.core.exchange.bucket import BucketStep  # noqa: E402
+from dgc.core.exchange.bucket import BucketExchange  # noqa: E402
 from dgc.core.exchange.exchange import Exchange  # noqa: E402
 from dgc.core.exchange.owners import Owners  # noqa: E402
 from dgc.core.kernels.cpu import NumbaKernels  # noqa: E402
@@ -70,8 +70,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     timed(Owners, "write_parts", "write_parts")
-    timed(Owners, "add_up", "add_up")
-    timed(BucketStep, "_sum", "apply")
+    timed(Owners, "add_up_parts", "add_up")
+    timed(BucketExchange, "_write", "apply")
     rows = []
     for density in (0.001, 1 / 64, 0.05):
         for way in ("gather", "auto"):

@@ -11,7 +11,7 @@ import argparse
 from compress import MODELS
 
 from dgc.core.compressors import make_config
-from dgc.core.exchange.encoders import entry_plan
+from dgc.core.exchange.choice import entry_plan
 from dgc.core.layout import Parameter, make_layout
 
 BEFORE = {"indices": "uint16", "values": "float16"}
@@ -37,9 +37,7 @@ def sent(shapes: list[tuple[int, ...]], density: float, ranks: int, options: dic
     total = 0
     for bucket in layout.buckets:
         plan = entry_plan(bucket, config, density, ranks, has_alltoall=False)
-        total += plan.message_bytes
-        if plan.allreduces:
-            total += plan.itemsize * (plan.vector_size - plan.plain_start)
+        total += plan.form.nbytes + plan.vector.plain_bytes - plan.vector.inline_bytes
     return total, 4 * layout.numel
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING
 
-from dgc import __version__, build_horovod, doctor
+from dgc import __version__
+from dgc.contrib import build_horovod, doctor
 
 if TYPE_CHECKING:
+    from dgc.adapter.job import Horovod
     from dgc.core.collectives import Transport
 
 _TITLES = ("name", "bits per element", "error feedback", "unbiased", "source")
@@ -39,7 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
     bench.add_argument(
         "--steps", type=int, default=10_000, help="length of the training; chooses the sparsity (default: %(default)s)"
     )
+    bench.add_argument(
+        "--classic", action="store_true", help="measure classic error feedback with AdamW, Keras' default"
+    )
     bench.add_argument("--sparsity", type=float, help="share of entries held back; replaces --steps")
+    bench.add_argument("--bandwidth", metavar="1gbit", help="of a network to predict times for, with --latency")
+    bench.add_argument("--latency", metavar="200us", help="from one host to the next")
     bench.set_defaults(run=measure_job)
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "run"):
@@ -50,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure_job(arguments: argparse.Namespace) -> int:
     """Measure a step's exchange in this job."""
-    from dgc.adapter import bench
+    from dgc.contrib import bench
 
     return bench.run_bench(arguments, _connect)
 
@@ -77,14 +85,14 @@ def _connect() -> Transport:
         dist.init_process_group("gloo")
         return DistributedTransport()
     if not any(name in os.environ for name in _LAUNCHED):
-        from dgc.adapter.bench import LAUNCH
+        from dgc.contrib.bench import LAUNCH
         from dgc.errors import ConfigError
 
         raise ConfigError(f"no launcher has started this process; {LAUNCH}")
-    from dgc.torch.horovod import HOROVOD
-
-    HOROVOD.module(initialized=False).init()
-    return HOROVOD.make_transport()
+    framework = "torch" if importlib.util.find_spec("torch") else "tensorflow"
+    job: Horovod = importlib.import_module(f"dgc.{framework}.horovod").HOROVOD
+    job.module(initialized=False).init()
+    return job.make_transport()
 
 
 def list_compressors(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TypeVar
+
+# A file of the project that is named dgc on PyPI: an environment with both has one folder for them.
+if (Path(__file__).parent / "vade.py").exists():
+    raise ImportError(
+        "the package named dgc on PyPI, another project, is installed in this environment, and its files lie in the "
+        "same folder: pip uninstall dgc deep-gradient-compression, then install deep-gradient-compression alone"
+    )
 
 __all__ = ["ConfigError", "DGCError", "LayoutError", "RemoteError", "StallError", "TransportError", "WireError"]
 

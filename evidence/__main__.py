@@ -16,7 +16,7 @@ from evidence.report.page import write_page
 from evidence.variants import VARIANTS
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "evidence"
-PAGE = REPOSITORY / "docs" / "evidence.md"
+PAGE = REPOSITORY / "benchmarks" / "evidence.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -165,7 +165,7 @@ def explanation(results: Results) -> list[str]:
         "           this machine, so the seconds say nothing about a network.",
         "",
         f"  DGC beside dense: {accuracy['DGC'] - accuracy['dense']:+.2f} points; seeds alone differ by half a point.",
-        "  Runs of many thousand steps send 0.1 %, 670 to 890 times fewer bytes: docs/evidence.md.",
+        "  Runs of many thousand steps send 0.1 %, 670 to 890 times fewer bytes: docs/results.md.",
     ]
     return lines
 

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 examples/torchrun_digits.py [EPOCHS]
 
-Twenty epochs are 560 steps, a short run for 99.9 %: docs/choosing.md says what to expect.
+Twenty epochs are 560 steps, a short run for 99.9 %: docs/options.md says what to expect.
 """
 
 from __future__ import annotations

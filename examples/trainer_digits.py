@@ -36,7 +36,7 @@ def train(
         output_dir=folder or tempfile.gettempdir(), num_train_epochs=epochs, per_device_train_batch_size=16,
         use_cpu=True, ddp_backend="gloo", dataloader_drop_last=True, save_strategy="epoch" if folder else "no",
         logging_strategy="no", report_to=[],
-        max_grad_norm=0.0,  # the compressor has Adam's first moment, and would clip gradients: see docs/adamw.md
+        max_grad_norm=0.0,  # the Trainer clips otherwise, which error_feedback="classic" does not bear
     )  # fmt: skip
     data = [{"x": x, "labels": y} for x, y in digits()[0]]
     trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))

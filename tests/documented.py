@@ -23,7 +23,8 @@ def documented_compressor():
 def shown(page, heading):
     """The code under a heading of docs/<page>, block by block; of a diff, what it leaves."""
     text = (Path(__file__).parent.parent / "docs" / page).read_text()
-    section = re.split(r"^## ", text.split(f"## {heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+    level, rest = re.split(rf"^(##+) {re.escape(heading)}\n", text, maxsplit=1, flags=re.MULTILINE)[1:]
+    section = re.split(rf"^#{{2,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
     blocks = []
     for kind, block in re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL):
         lines = block.splitlines()

@@ -133,8 +133,9 @@ def main() -> None:
     """Take requests until "end", or until the test process is gone; then leave as a script does that has ended."""
     _end_with_launcher()
     _import_framework(os.environ["DGC_TEST_FRAMEWORK"])
-    # The test process asks with this signal where a rank hangs.
+    # The test process asks with this signal where a rank hangs; after an abort, the threads are written as well.
     faulthandler.register(signal.SIGUSR1)
+    faulthandler.enable()
     connection = socket.create_connection(("127.0.0.1", int(os.environ["DGC_TEST_PORT"])), timeout=600)
     connection.settimeout(None)
     stream = connection.makefile("rw")

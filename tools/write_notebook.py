@@ -1,4 +1,4 @@
-"""Write examples/tutorial.ipynb from docs/tutorial.md: its last script, which one cell starts on two ranks.
+"""Write examples/tutorial.ipynb from docs/start.md: its script, which one cell starts on two ranks.
 
 python tools/write_notebook.py            writes the file
 python tools/write_notebook.py --check    fails if the file is out of date
@@ -17,7 +17,7 @@ FILE = ROOT / "examples" / "tutorial.ipynb"
 
 INTRO = """# dgc on two ranks, from one cell
 
-This is the script of the tutorial (`docs/tutorial.md`): a small network reads scanned digits, in
+This is the script of the first comparison (`docs/start.md`): a small network reads scanned digits, in
 `DistributedDataParallel` with dgc's hook. It needs `pip install ".[torch]" scikit-learn`. Start the cell once more
 after an interruption: training goes on from the checkpoint in `run`."""
 
@@ -34,9 +34,9 @@ with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
 
 
 def script() -> str:
-    """The whole script of the tutorial's section about checkpoints."""
-    page = (ROOT / "docs" / "tutorial.md").read_text()
-    return re.findall(r"```python\n(.*?)```", page.split("## Save and resume\n")[1], re.DOTALL)[0]
+    """The script of the section about a first comparison."""
+    page = (ROOT / "docs" / "start.md").read_text()
+    return re.findall(r"```python\n(.*?)```", page.split("## A first comparison\n")[1], re.DOTALL)[0]
 
 
 def cell(kind: str, text: str) -> dict[str, Any]:

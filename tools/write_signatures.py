@@ -39,7 +39,7 @@ ACCEPTED = {
 }
 
 # For control experiments alone.
-HIDDEN = {"error_feedback"}
+HIDDEN: set[str] = set()
 
 HEAD = f'''"""The constructors of ``Compression``, for readers, editors and type checkers.
 

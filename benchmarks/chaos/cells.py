@@ -44,7 +44,7 @@ def parser_of(
     parser.add_argument("--json", type=Path, default=path)
     parser.add_argument("--sample", type=int, help="so many of these cells, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--markdown", action="store_true", help="run nothing; write the table into docs/chaos.md")
+    parser.add_argument("--markdown", action="store_true", help="run nothing; write the table into README.md")
     return parser
 
 

@@ -4,7 +4,7 @@
     python benchmarks/chaos/matrix.py --faults kill,stop --ways A,dense --launchers mpirun --quick
     python benchmarks/chaos/matrix.py --sample 40 --quick               # 40 of all cells; --seed draws others
     python benchmarks/chaos/matrix.py --missing --quick                 # cells without a row, after an interruption
-    python benchmarks/chaos/matrix.py --markdown                        # the table of docs/chaos.md from the results
+    python benchmarks/chaos/matrix.py --markdown                        # the table of README.md from the results
 
 Each cell is a job of its own: a small model on two ranks, to one of which something happens in its sixth step
 (``faults.py``). It is watched from outside: when the launcher has ended after the fault and with what status, what a

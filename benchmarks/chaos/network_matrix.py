@@ -2,7 +2,7 @@
 
     python benchmarks/chaos/network_matrix.py                           # everything: an hour; as root
     python benchmarks/chaos/network_matrix.py --faults link_down,kill_host --ways B,dense --launchers mpirun
-    python benchmarks/chaos/network_matrix.py --markdown                # the table of docs/chaos.md from the results
+    python benchmarks/chaos/network_matrix.py --markdown                # the table of README.md from the results
 
 Each cell is a job of its own on a lab of two hosts (``benchmarks/network``): a small model, saved every other step
 (``network_rank.py``). In its sixth step something happens to the second host, or to the rank there

@@ -1,4 +1,4 @@
-"""Results of the jobs between hosts as the table of docs/chaos.md."""
+"""Results of the jobs between hosts as the table of benchmarks/chaos/README.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAYS = ("A", "B", "dense")
 
 
 def write_docs(path: Path) -> None:
-    """Replace the table of docs/chaos.md by that of the results in ``path``."""
+    """Replace the table of benchmarks/chaos/README.md by that of the results in ``path``."""
     rows = read_rows(path)
     columns = [(way, launcher) for launcher in LAUNCHERS for way in WAYS]
     titles = {"A": "Horovod's optimizer", "B": "dgc's", "dense": "dense"}

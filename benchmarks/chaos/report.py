@@ -1,4 +1,4 @@
-"""Results of the matrix of chaos: kept as JSON, shown as the table of docs/chaos.md."""
+"""Results of the matrix of chaos: kept as JSON, shown as the table of benchmarks/chaos/README.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from faults import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
-DOCS = ROOT / "docs" / "chaos.md"
+DOCS = ROOT / "benchmarks" / "chaos" / "README.md"
 BEGIN, END = "<!-- written by benchmarks/chaos/matrix.py --markdown -->\n", "<!-- until here -->\n"
 TITLES = {"A": "Horovod's", "B": "dgc's", "tape": "tape", "keras": "Keras fit", "dense": "torch", "dense_tape": "tape"}
 OURS, DENSE = ("A", "B", "tape", "keras"), ("dense", "dense_tape")
@@ -57,12 +57,12 @@ def _version(name: str) -> str | None:
 
 
 def write_docs(path: Path) -> None:
-    """Replace the first table of docs/chaos.md by those of the results in ``path``."""
+    """Replace the first table of benchmarks/chaos/README.md by those of the results in ``path``."""
     replace(BEGIN, tables(read_rows(path)))
 
 
 def replace(begin: str, text: str) -> None:
-    """Put ``text`` into docs/chaos.md between the line ``begin`` and the next END."""
+    """Put ``text`` into benchmarks/chaos/README.md between the line ``begin`` and the next END."""
     before, rest = DOCS.read_text().split(begin)
     DOCS.write_text(before + begin + "\n" + text + "\n" + END + rest.split(END, 1)[1])
 

@@ -16,13 +16,15 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dgc import errors
 from dgc.core.collectives import LENGTH_BYTES, Transport, gather_rows, gather_texts
 from dgc.errors import ConfigError, DGCError, RemoteError, TransportError
+
+T = TypeVar("T")
 
 ERROR_KEY = "__error__"  # a rank that could not build its description sends its error under this key
 
@@ -88,6 +90,18 @@ def agree_or_raise(
         raise
     require_agreement(transport, description, what, error, advice)
     return description
+
+
+def built_together(transport: Transport, build: Callable[[], T]) -> T:
+    """Return ``build()``, unless it raises on a rank: then raise an error on all ranks. Collective."""
+    built: list[T] = []
+
+    def described() -> dict[str, str]:
+        built.append(build())
+        return {}
+
+    agree_or_raise(transport, described)
+    return built[0]
 
 
 def tell_error(transport: Transport, error: Exception) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -80,8 +80,29 @@ def warn_of_more_steps(steps: int) -> None:
     """Warn that more steps were made than the option ``steps`` says. Call it on one rank."""
     warn_once(
         f"this training has more steps than Compression.dgc(steps={steps}) says: give the number of optimizer steps in "
-        "the whole training, for example epochs * len(loader); dgc chooses from it how much to send"
+        "the whole training, for example epochs * len(loader). If it began on another number of ranks, that is the "
+        "number of steps made before plus those to come. dgc chooses from it how much to send"
     )
+
+
+def warn_of_sparsity(config: DGCConfig, given: Collection[str], adaptive: bool) -> None:
+    """Warn if the sparsity seems to be a mistake, or if SGD has the default one. Call it on one rank.
+
+    ``given`` has the names of the options that the user has given. ``adaptive`` says whether the optimizer is adaptive;
+    :func:`warn_of_thin_updates` warns about such an optimizer.
+    """
+    held = config.sparsity[-1]
+    if 0 < held < 0.5 and "sparsity" in given:
+        warn_once(
+            f"sparsity={held:g} is the share of the entries that is held back, so each step sends {1 - held:.1%} of "
+            f"them: to send {held:.2%}, give sparsity={1 - held:g}; to train dense, give Compression.none"
+        )
+    elif config.algorithm == "dgc" and not adaptive and not {"steps", "sparsity"}.intersection(given):
+        warn_once(
+            f"neither steps= nor sparsity= was given, so each step sends {1 - held:.1%} of the entries, and a short "
+            "training ends far behind a dense one: give Compression.dgc(steps=N), which chooses a density for a "
+            f"training of N optimizer steps, or sparsity={held:g} if this is meant"
+        )
 
 
 def warn_of_first_moment(optimizer: str, beta1: object, momentum: float | None) -> None:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.checks import check_predivide
@@ -22,7 +22,7 @@ from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.stats import Stats
-from dgc.core.saved import EMPTY, INACTIVE, holds_nothing, is_empty, own_state, require_op, require_states
+from dgc.core.saved import EMPTY, INACTIVE, holds_nothing, is_empty, require_op, require_states
 from dgc.errors import ConfigError, LayoutError
 
 EngineT = TypeVar("EngineT", bound=EngineBase)
@@ -32,14 +32,12 @@ class CompressorBase(Generic[EngineT]):
     """One compressor: its options, the model that it is bound to, and its state. Each framework has a subclass.
 
     Attributes:
-        works_alone: whether it has an engine even in a job of one process, because nothing else applies its momentum.
         config: the validated options.
         engine: the model's engine; None before ``bind``, with one process, and outside the process set.
         is_bound: whether the compressor belongs to a model already.
         generation: counts resets and loads. Gradients that were accumulated in an earlier generation are forgotten.
     """
 
-    works_alone: ClassVar[bool] = False
     _job: Job
 
     def __init__(self, options: dict[str, Any], algorithm: str = "dgc") -> None:
@@ -92,6 +90,13 @@ class CompressorBase(Generic[EngineT]):
         """Return the ranks of :meth:`process_set`."""
         return self._job.of(self._adapter.process_set, process_set)
 
+    def needs_engine(self, job: Job) -> bool:
+        """Return whether this process exchanges gradients with the ranks of ``job``.
+
+        A subclass that applies the momentum itself, even in one process, may return True.
+        """
+        return job.included and job.size > 1
+
     def errors_on_all_ranks(self, process_set: ProcessSet | None = None) -> contextlib.AbstractContextManager[None]:
         """Raise an error of the ``with`` block on all ranks, because the others may be waiting in ``bind``."""
         own = self._adapter
@@ -113,7 +118,7 @@ class CompressorBase(Generic[EngineT]):
         try:
             self._job.require_ready()
             job = self.job(process_set)
-            if self.works_alone or (job.included and job.size > 1):
+            if self.needs_engine(job):
                 transport = job.make_transport(choice)
                 self.engine = open_engine(transport)
                 self.engine.observers = self._observers
@@ -277,21 +282,9 @@ class CompressorBase(Generic[EngineT]):
         assert self.engine is not None
         if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
             return {}
-        own: dict[str, Any] = states[0]
-        transport = self.engine.transport
-        if resize:
-            own = own_state(states, transport.rank, transport.size, self._saved_begin(), op=self.config.op)
-        elif own.get("inactive"):
-            raise LayoutError(
-                "the saved compressor state comes from a job of one process, which keeps no residuals; do not load it, "
-                "or pass resize=True to start with empty residuals"
-            )
+        own = self.engine.own_part(states, resize, self.config.rampup_begin_step)
         self.engine.require_loadable(own)
         return own
-
-    def _saved_begin(self) -> int:
-        """Return the first compressed step of the job whose states are loaded with ``resize=True``."""
-        return self.config.rampup_begin_step
 
     def reset(self) -> None:
         """Forget residuals, momentum buffers, the step and the statistics. Call it on all ranks."""

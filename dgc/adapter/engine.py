@@ -9,14 +9,16 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
-from dgc.adapter.agreement import agree_or_raise
+from dgc.adapter.agreement import agree_or_raise, require_agreement
 from dgc.adapter.checks import warn_of_more_steps
 from dgc.core.collectives import Transport
 from dgc.core.config import DENSITY_DIGITS, DGCConfig, Schedule
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.stats import Stats
+from dgc.core.exchange.step import Hyper
 from dgc.core.layout import Layout
-from dgc.core.saved import EMPTY, holds_nothing, is_empty, require_fit, require_place, require_sound
+from dgc.core.message import Disagreement
+from dgc.core.saved import EMPTY, holds_nothing, is_empty, own_state, require_fit, require_place, require_sound
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.hierarchical import between_nodes
 
@@ -101,6 +103,8 @@ class EngineBase(abc.ABC):
 
         def described() -> dict[str, str]:
             self.layout = build()
+            if self._config.steps_ahead:
+                return self.layout.describe()
             hyper = self.adoption.hyper
             options = zip(hyper.momentum, hyper.nesterov, hyper.weight_decay, strict=True)
             return {
@@ -122,6 +126,26 @@ class EngineBase(abc.ABC):
             self._at_end.detach()
         self._at_end = weakref.finalize(self, _close, self._exchange, *self._nodes, self.transport)
         self._at_end.atexit = False  # at the end of the process, the other ranks may be gone
+
+    # -- options that differ in a step -----------------------------------------------------------------------------
+
+    def _name_difference(self, error: DGCError, hyper: Hyper, rate_name: str) -> None:
+        """If ``error`` says that ranks disagree about ``hyper``, raise one that names the option; this is collective.
+
+        ``rate_name`` is how the framework calls the learning rate with the number ``{}``.
+        """
+        if not isinstance(error, Disagreement) or self.between is not self.transport:
+            return
+        assert self._exchange is not None, "a step has begun"
+        names = [p.name for p in self._exchange.layout.parameters]
+        shown: dict[str, object] = {"a state was loaded": hyper.restored}
+        rates = enumerate(hyper.learning_rates)
+        shown.update((rate_name.format(i), float(f"{rate:.5e}")) for i, rate in rates)
+        for option in ("momentum", "nesterov", "weight_decay", "gain"):
+            values = zip(names, getattr(hyper, option), strict=True)
+            shown.update((f"{option} of {name}", value) for name, value in values)
+        shown["without a gradient"] = [names[i] for i in hyper.absent]
+        require_agreement(self.transport, shown, "the optimizer's options", advice=str(error))
 
     # -- statistics and description ------------------------------------------------------------------------------
 
@@ -169,6 +193,7 @@ class EngineBase(abc.ABC):
         return {
             "step": step,
             "density": round(schedule.density(step), DENSITY_DIGITS),
+            "error_feedback": "classic" if config.error_feedback == "auto" else config.error_feedback,
             "rampup_begin_step": schedule.begin,
             "rampup_end_step": schedule.ramp_end(),
             "parameters": layout.numel,
@@ -206,6 +231,18 @@ class EngineBase(abc.ABC):
         """Return this rank's state: the exchange's state, and what the framework adds."""
         state = {**EMPTY, "parameters": {}} if self._exchange is None else self._exchange.state_dict()
         return {**state, **self.between.rank_info(), **self._extra_state()}
+
+    def own_part(self, states: list[Any], resize: bool, begin: int) -> dict[str, Any]:
+        """Return this rank's part of saved states, the first compressed step of whose job was ``begin``."""
+        own: dict[str, Any] = states[0]
+        if resize:
+            return own_state(states, self.transport.rank, self.transport.size, begin, op=self._config.op)
+        if own.get("inactive"):
+            raise LayoutError(
+                "the saved compressor state comes from a job of one process, which keeps no residuals; do not load it, "
+                "or pass resize=True to start with empty residuals"
+            )
+        return own
 
     def require_loadable(self, saved: dict[str, Any]) -> None:
         """Require that :meth:`load_state_dict` will accept a state. Change nothing. Not collective."""

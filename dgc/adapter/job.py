@@ -27,7 +27,7 @@ from dgc.errors import ConfigError, TransportError
 
 JOINED = (
     "a rank has joined (hvd.join) or skips steps while others still train; give every rank the same number of batches "
-    "(repeat or drop some) instead of calling hvd.join(), or call dgc.torch.join(compression) in its place (PyTorch)"
+    "(repeat or drop some), or call join(compression) of dgc.torch or dgc.tensorflow, not hvd.join()"
 )
 
 SHUT_DOWN = (

@@ -46,6 +46,8 @@ class FeedbackOptions(CommonOptions, total=False):
     momentum: float | None
     nesterov: bool | None
     weight_decay: float | None
+    error_feedback: Literal["auto", "step-ahead", "classic", False]
+    late: bool
 
 
 class EntryOptions(FeedbackOptions, total=False):
@@ -88,6 +90,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         sparse_updates: bool = True,
         hierarchical: bool | int | Literal["auto"] = False,
         exchange: Literal["auto", "gather"] = "auto",
+        error_feedback: Literal["auto", "step-ahead", "classic", False] = "auto",
+        late: bool = False,
         transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport = "auto",
         loss_scale: Any = 1.0,
         process_set: ProcessSet | None = None,
@@ -132,6 +136,13 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
                 saves traffic. A number: groups of this many neighbouring ranks do so.
             exchange: "auto": where it saves enough bytes (from about 16 ranks on), each rank adds up a share of the
                 positions for all ranks. "gather": every rank receives the messages of all others.
+            error_feedback: "step-ahead": the optimizer steps on its rank's own gradient, updates are exchanged, and a
+                rank uses at once what it has not sent. "classic": gradients are exchanged, as in the paper. "auto":
+                "step-ahead" in PyTorch, with ``steps`` and an adaptive optimizer, unless an option is given that only
+                "classic" has; else "classic". False drops what is not sent, for control experiments: accuracy
+                collapses.
+            late: With step-ahead error feedback: apply the other ranks' contributions one step late. The network's time
+                then lies behind the next forward and backward pass.
             transport: The library that carries the messages; "auto" takes MPI if Horovod runs on MPI, else Horovod or
                 torch.distributed.
             loss_scale: The factor of the loss: a number, a function that returns it, or the framework's loss scaler.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -70,14 +70,19 @@ def _ask(own: dict[str, Any], gather: Gather) -> list[dict[str, Any]]:
             raise error_of(answer["rank"], *answer["error"])
     without = [answer["rank"] for answer in answers if answer["choice"] is None]
     others = [answer["rank"] for answer in answers if answer["choice"] is not None]
+    require_all_or_none(without, others)
+    if others:
+        _require_known_choice(answers)
+    return answers
+
+
+def require_all_or_none(without: Sequence[int], others: Sequence[int]) -> None:
+    """Raise an error if there are ranks ``without`` a compressor, and ``others`` with one."""
     if without and others:
         raise ConfigError(
             f"rank {without[0]} has no compressor of dgc's, and rank {others[0]} has one; give every rank the same "
             "compression="
         )
-    if others:
-        _require_known_choice(answers)
-    return answers
 
 
 def _require_known_choice(answers: list[dict[str, Any]]) -> None:

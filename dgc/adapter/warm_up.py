@@ -13,10 +13,10 @@ from dgc.core.collectives import Transport
 from dgc.core.compressors import OWN_NUMBERS, compressor_class, compressor_names, make_config
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.owners import SUM_VALUES
 from dgc.core.kernels.base import Kernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
-from dgc.core.message import SUM_VALUES
 from dgc.transport.local import run_ranks
 
 Chosen = TypeVar("Chosen")
@@ -76,6 +76,8 @@ def _of_small_tensors(config: DGCConfig) -> DGCConfig:
     """Return options that make a few steps of small tensors run all code that a real training runs."""
     return dataclasses.replace(
         config,
+        error_feedback=config.error_feedback and "classic",
+        late=False,
         momentum=config.momentum or 0.9,
         min_numel=1024,
         include=(),

@@ -3,27 +3,23 @@
 A receiver knows the expected value of each field of the header from its own configuration. A difference raises a
 :class:`WireError` that names the sender, the field, both values and the usual cause. A receiver reads the rest of a
 message only if all fields agree.
-
-A :class:`BucketPlan` depends only on the layout, the density, the codecs and the number of ranks P. So the ranks agree
-on all sizes without asking each other, and a resumed run makes the same plans.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from dgc import errors
-from dgc.core.codecs import IndexCodecId, SmallCodec, SparseCodec, ValueCodecId
-from dgc.core.collectives import BYTE_LIMIT, Transport
+from dgc.core.codecs import IndexCodecId, ValueCodecId
+from dgc.core.collectives import Transport
 from dgc.core.kernels.base import Memory
-from dgc.core.layout import Bucket
-from dgc.core.stripes import Stripes
-from dgc.errors import LayoutError, WireError
+from dgc.errors import WireError
 
 MAGIC = b"DGCm"
 VERSION = 1
@@ -63,6 +59,8 @@ class Flags(enum.IntFlag):
     ERROR = 2  # the sender failed: error_code and error_parameter say how, and there are no entries
     JOINED = 4  # the sender has no data: its gradients are 0, and its fingerprint is not compared
     BY_TRAINING = 8  # with JOINED: from the next step on, averages are over the ranks that have not joined
+    ENDED = 16  # with JOINED: a callback has ended the sender's training
+    EDITED = 32  # with step-ahead error feedback: the sender's parameters were changed outside of step()
 
 
 _KNOWN_FLAGS = sum(Flags)
@@ -183,227 +181,43 @@ def _shown(name: str, value: int) -> str:
     return f"{int(value)} ({next((member.name.lower() for member in ids if member == value), 'unknown')})"
 
 
-# -- sizes ---------------------------------------------------------------------------------------------------------
+# -- the message ---------------------------------------------------------------------------------------------------
 
 MIN_MESSAGE_BYTES = 256  # room for the text of an error in every message
 
-INLINE_EXTRA_BYTES = 64 * 1024
-INLINE_MAX_BYTES = 1024 * 1024
 
+class Form(NamedTuple):
+    """The sizes of a message, and what its header says in every step; the same on all ranks.
 
-class Mode(enum.Enum):
-    """How a bucket's sparsified tensors are sent in one step."""
-
-    DENSE = "the gradient itself, as a dense sum: before the ramp-up"
-    SPARSE = "selected entries: gathered, or added up by owners"
-    SUM = "selected entries in a vector of zeros, as a dense sum: fewer bytes at high density"
-
-
-# The bytes before a part's entries. A part has no flags: the sender's message, which follows, carries them.
-PART_HEADER = np.dtype([("magic", "S4"), ("count", "<u4")])
-PART_MAGIC = b"DGCp"
-
-# An owner sends this many sums for each entry of an average part. docs/many-ranks.md has the losses with other numbers.
-SUMS_PER_ENTRY: float = 8
-
-# The codecs to choose from for an owner's sums, by the codec of entries; the shorter one is used. With two bits the
-# loss rises, and with eight it does not fall. "int8" has one scale for each tensor, and "int4" has eight.
-SUM_VALUES: dict[str, tuple[str, ...]] = dict.fromkeys(("int2", "int3", "int4"), ("int4", "int8"))
-
-# A part has room for the mean number of entries plus this many standard deviations. One part in 44 overflows. The
-# entries that do not fit, less than 0.9 % / sqrt(mean) of all, are sent later.
-PART_MARGIN = 2.0
-
-
-class Dealing:
-    """The sizes and codecs of a bucket whose entries are added up by owners; the same on every rank.
+    After the header come the payload, and a dense section of two parts.
 
     Attributes:
-        capacity: the most entries in a part, which one rank sends to one owner.
-        part_bytes: bytes of a part.
-        ks: the most sums of each tensor that one owner sends to all ranks.
-        stripes: the positions of each owner.
-        first: for each owner, the codec of the parts that it receives.
-        second: the codec of each owner's sums.
-        small: the codec of each owner's span of small tensors, in both phases; empty if small tensors are not coded.
-        small_bytes: bytes for one span, in a part and in a message.
-        small_at: where the small tensors' block begins in a part.
+        ids: numbers of the compressor, the index codec and the value codec.
+        count: the most entries of the payload.
+        payload_bytes: bytes for selected entries, or for sums of them.
+        coded_bytes: bytes of the coded small tensors.
+        inline_bytes: bytes of the dense vector, if it is sent inside the message.
+        dense_codec: number of the small tensors' codec.
     """
 
-    def __init__(
-        self, bucket: Bucket, ks: tuple[int, ...], ranks: int, indices: str, values: str, small: str = "float32"
-    ) -> None:
-        self.stripes = [Stripes(bucket, rank, ranks) for rank in range(ranks)]
-        places = self.stripes[0].sparse_size
-        mean = sum(ks) / ranks
-        self.capacity = min(places, math.ceil(mean + PART_MARGIN * math.sqrt(mean)))
-        self.ks = tuple(min(places, math.ceil(SUMS_PER_ENTRY * k / ranks)) for k in ks)
-        self.first = [SparseCodec(each, self.capacity, indices, values) for each in self.stripes]
-        most = min(places, sum(self.ks))
-        sums = (SparseCodec(self.stripes[0], most, indices, name) for name in SUM_VALUES.get(values, (values,)))
-        chosen = min(sums, key=lambda codec: codec.max_bytes).values.name
-        self.second = [SparseCodec(each, most, indices, chosen) for each in self.stripes]
-        coded = small != "float32" and bucket.small_size
-        self.small = [SmallCodec(bucket, small, each.small) for each in self.stripes] if coded else []
-        self.small_bytes = max((each.max_bytes for each in self.small), default=0)
-        self.small_at = PART_HEADER.itemsize + self.first[0].max_bytes
-        self.part_bytes = self.small_at + self.small_bytes
-
-
-class Traffic(NamedTuple):
-    """What passes through a rank in one step.
-
-    Attributes:
-        rounds: rounds of rings.
-        nbytes: bytes that it receives and sends on.
-        entries: received entries that it adds up.
-    """
-
-    rounds: int
-    nbytes: float
-    entries: int
-
-
-@dataclass
-class BucketPlan:
-    """How a bucket is sent at one density, and how many bytes this takes.
-
-    The *vector* covers positions ``vector_start`` to ``bucket.size``, which are summed densely. With ``small``, its
-    first ``bucket.small_size`` elements are sent coded inside the message. The rest, the *plain* part, is sent inside
-    the message (``inline``) if that saves a collective, else by allreduce.
-
-    Attributes:
-        mode: how the sparsified tensors are sent.
-        density: the schedule's density in this step; None in a dense step.
-        ids: numbers of the compressor, the index codec and the value codec in the header.
-        ks: the most entries of each sparsified tensor.
-        itemsize: bytes of an element of the vector.
-        payload_bytes: bytes for selected entries.
-        message_bytes: bytes of the message.
-        small: the codec of the small tensors, if they are sent coded.
-        selection: the codec of selected entries; None if another compressor codes them.
-        dealing: how owners add up selected entries; None if they do not. With it, the payload holds an owner's sums.
-        way: how the ranks add up sparsified tensors: "dense sum", "gathered" or "owners".
-        most_entries: the most entries of a payload.
-        is_active: whether an encoder has work: the step is sparsified, and the bucket has a sparsified tensor.
-        plain_start: place of the plain part in the vector.
-        coded_bytes: bytes of the coded small tensors. They begin the message's dense section, at ``coded_bytes_at``.
-        inline_bytes: bytes of the plain part inside the message, at ``inline_bytes_at``.
-        dense_bytes: bytes of the dense section.
-        allreduces: whether an allreduce of the plain part follows the message.
-    """
-
-    mode: Mode
-    density: float | None
     ids: tuple[int, int, int]
-    ks: tuple[int, ...]
-    itemsize: int
-    payload_bytes: int
-    vector_start: int
-    vector_size: int
-    inline: bool
-    message_bytes: int
-    small: SmallCodec | None = None
-    selection: SparseCodec | None = None
-    dealing: Dealing | None = None
-
-    def __post_init__(self) -> None:
-        self.way = "owners" if self.dealing else "gathered" if self.mode is Mode.SPARSE else "dense sum"
-        self.most_entries = sum(self.dealing.ks if self.dealing else self.ks)
-        self.is_active = self.mode is not Mode.DENSE and bool(self.ks)
-        self.plain_start, self.coded_bytes = (self.small.size, self.small.max_bytes) if self.small else (0, 0)
-        if self.dealing:
-            self.coded_bytes = self.dealing.small_bytes
-        plain = self.vector_size - self.plain_start
-        self.allreduces = not self.inline
-        self.inline_bytes = plain * self.itemsize if self.inline else 0
-        self.dense_bytes = self.coded_bytes + self.inline_bytes
-        self.coded_bytes_at = HEADER_BYTES + self.payload_bytes
-        self.inline_bytes_at = self.coded_bytes_at + self.coded_bytes
-
-    def traffic(self, ranks: int) -> Traffic:
-        """Return what passes through a rank in a step."""
-        others, entries = ranks - 1, self.vector_size if self.mode is Mode.SUM else ranks * self.most_entries
-        rounds, nbytes = others, float(others * self.message_bytes)
-        if self.dealing:
-            rounds, nbytes, entries = 2 * others, nbytes + others * self.dealing.part_bytes, entries + sum(self.ks)
-        if self.allreduces:
-            rounds += 2 * others
-            nbytes += 2 * others / ranks * (self.vector_size - self.plain_start) * self.itemsize
-        return Traffic(rounds, nbytes, entries)
+    count: int = 0  # type: ignore[assignment]  # hides the method of tuples
+    payload_bytes: int = 0
+    coded_bytes: int = 0
+    inline_bytes: int = 0
+    dense_codec: int = 0
 
     @property
-    def small_codecs(self) -> list[SmallCodec]:
-        """The codecs of small tensors: none, one, or one for each owner."""
-        return self.dealing.small if self.dealing else [self.small] if self.small else []
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return max(MIN_MESSAGE_BYTES, HEADER_BYTES + self.payload_bytes + self.coded_bytes + self.inline_bytes)
 
-    @property
-    def codec(self) -> SparseCodec:
-        """The codec of selected entries."""
-        assert self.selection is not None, "the plan is one of selected entries"
-        return self.selection
+    def parts(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return views of a message's payload, coded small tensors and dense vector."""
+        coded = HEADER_BYTES + self.payload_bytes
+        inline = coded + self.coded_bytes
+        return message[HEADER_BYTES:coded], message[coded:inline], message[inline : inline + self.inline_bytes]
 
-
-def plan_for(
-    bucket: Bucket,
-    ids: tuple[int, int, int],
-    ks: tuple[int, ...],
-    payload_bytes: int,
-    *,
-    density: float | None,
-    ranks: int,
-    small: str = "float32",
-    selection: SparseCodec | None = None,
-    dealing: Dealing | None = None,
-) -> BucketPlan:
-    """Decide how ``bucket`` is sent if its sparsified tensors take up to ``payload_bytes`` of payload."""
-    itemsize = 8 if bucket.dtype == "float64" else 4
-    mode, payload = Mode.DENSE, payload_bytes
-    if density is not None:
-        # These are the costs in a ring: every message passes every rank; a dense sum moves 2 (P - 1) / P of the vector.
-        gathered = (ranks - 1) * (payload + (dealing.small_at if dealing else 0))
-        reduced = 2 * (ranks - 1) / ranks * itemsize * bucket.sparse_size
-        mode = Mode.SUM if gathered > reduced else Mode.SPARSE
-    if mode is not Mode.SPARSE:
-        payload, dealing = 0, None
-    start = bucket.sparse_size if mode is Mode.SPARSE else 0
-    vector = bucket.size - start
-    coder = _small_codec(bucket, small, ranks, dealing) if mode is Mode.SPARSE else None
-    coded = dealing.small_bytes if dealing else coder.max_bytes if coder else 0
-    plain = (vector - (coder.size if coder else 0)) * itemsize
-    inline = _inline(plain, plain, ranks)
-    message = HEADER_BYTES + payload + coded + (plain if inline else 0)
-    message = max(MIN_MESSAGE_BYTES, message)
-    if (largest := max(message, ranks * dealing.part_bytes if dealing else 0)) > BYTE_LIMIT:
-        raise LayoutError(
-            f"bucket {bucket.index} would send a message of {largest} bytes; the limit is 2 GiB: "
-            "choose a higher sparsity, or exclude its largest parameter"
-        )
-    return BucketPlan(
-        mode, density, ids, ks, itemsize, payload, start, vector, inline, message, coder, selection, dealing
-    )
-
-
-def _small_codec(bucket: Bucket, name: str, ranks: int, dealing: Dealing | None) -> SmallCodec | None:
-    """Return the small tensors' codec; None if there are none, they are sent as float32, or an allreduce is cheaper."""
-    if name == "float32" or not bucket.small_size:
-        return None
-    coder = SmallCodec(bucket, name)
-    return coder if dealing or _inline(coder.max_bytes, 4 * bucket.small_size, ranks) else None
-
-
-def _inline(inside: int, reduced: int, ranks: int) -> bool:
-    """Return whether a dense vector should be sent inside the message instead of by an allreduce.
-
-    Inside the message its bytes (``inside``) are sent ``P - 1`` times. An allreduce sends its bytes (``reduced``)
-    ``2 (P - 1) / P`` times; in addition each collective has a fixed cost, that of about 64 KiB (50 us at 10 Gbit/s).
-    Large vectors are always sent by allreduce, which needs no buffer for P copies.
-    """
-    extra = (ranks - 1) * inside - 2 * (ranks - 1) / ranks * reduced
-    return inside <= INLINE_MAX_BYTES and extra <= INLINE_EXTRA_BYTES
-
-
-# -- the message ---------------------------------------------------------------------------------------------------
 
 # An error's number in messages is the place of its class in this list.
 ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
@@ -414,7 +228,11 @@ ERROR_CLASSES: tuple[type[errors.DGCError], ...] = (
     errors.TransportError,
 )
 _NO_PARAMETER = 2**32 - 1
-_JOINED = Flags.JOINED | Flags.BY_TRAINING
+_JOINED = Flags.JOINED | Flags.BY_TRAINING | Flags.ENDED
+
+
+class Disagreement(errors.ConfigError):
+    """The options of a step differ between ranks. No rank has joined, so all ranks raise this error."""
 
 
 class RemoteFailure(Exception):
@@ -431,7 +249,8 @@ class Incoming:
 
     Attributes:
         origin: names the sender and the bucket, for errors.
-        joined: the flags JOINED and BY_TRAINING of :class:`Flags`.
+        joined: the flags JOINED, BY_TRAINING and ENDED of :class:`Flags`.
+        edited: whether the flag EDITED is set.
         absent: digest of the parameters without a gradient.
     """
 
@@ -440,14 +259,19 @@ class Incoming:
     count: int
     nonfinite: bool
     payload: np.ndarray
-    inline: np.ndarray
     coded: np.ndarray
+    inline: np.ndarray
     joined: int
     absent: int = 0
+    edited: bool = False
 
-    def damaged(self, error: errors.DGCError) -> errors.WireError:
-        """Return the error about this message, whose content was refused because of ``error``."""
-        return errors.WireError(f"message of {self.origin}: {error}")
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Return a context in which this message is read; an error about its content names the sender."""
+        try:
+            yield
+        except (WireError, errors.LayoutError) as error:
+            raise WireError(f"message of {self.origin}: {error}") from error
 
 
 class Messages:
@@ -456,23 +280,24 @@ class Messages:
     Attributes:
         payload: (payload_bytes,) uint8 of this rank's message.
         coded: (coded_bytes,) uint8 for the coded small tensors.
+        inline: (inline_bytes,) uint8 for the dense vector.
     """
 
-    _plan: BucketPlan
     _header: Header  # this step's header; its count is the most entries that a message may hold
 
-    def __init__(self, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
-        """Allocate nothing yet; :meth:`start` allocates buffers in ``memory``."""
-        self._bucket, self._transport, self._memory = bucket, transport, memory or Memory()
-        self._joined = 0
-        self._message = self.payload = self.coded = np.empty(0, np.uint8)
-        self._gathered = np.empty((0, 0), np.uint8)
+    def __init__(self, form: Form, bucket: int, transport: Transport, memory: Memory | None = None) -> None:
+        """Allocate buffers in ``memory``."""
+        self._form, self._bucket, self._transport, self._joined = form, bucket, transport, 0
+        ranks, memory = transport.size, memory or Memory()
+        self._message = memory.host_array(form.nbytes, np.uint8)
+        self._message.fill(0)
+        self._gathered = memory.host_array(ranks * form.nbytes, np.uint8).reshape(ranks, form.nbytes)
+        self.payload, self.coded, self.inline = form.parts(self._message)
 
-    def start(self, plan: BucketPlan, step: int, fingerprint: int) -> None:
-        """Begin a message of the plan's size. The fingerprint must be equal on all ranks in this step."""
-        self._plan = plan
+    def start(self, step: int, fingerprint: int) -> None:
+        """Begin a message. The fingerprint must be equal on all ranks in this step."""
+        form, (compressor, indices, values) = self._form, self._form.ids
         self._joined = 0
-        compressor, indices, values = plan.ids
         self._header = Header(
             compressor=compressor,
             index_codec=indices,
@@ -480,27 +305,15 @@ class Messages:
             step=step,
             fingerprint=fingerprint,
             bucket=self._bucket,
-            count=plan.most_entries,
-            payload_bytes=plan.payload_bytes,
-            dense_bytes=plan.dense_bytes,
-            dense_codec=int(plan.small.values.id) if plan.small else 0,
+            count=form.count,
+            payload_bytes=form.payload_bytes,
+            dense_bytes=form.coded_bytes + form.inline_bytes,
+            dense_codec=form.dense_codec,
         )
-        if self._message.size != plan.message_bytes:
-            ranks, size = self._transport.size, plan.message_bytes
-            self._message = self._memory.host_array(size, np.uint8)
-            self._message.fill(0)
-            self._gathered = self._memory.host_array(ranks * size, np.uint8).reshape(ranks, size)
-        self.payload = self._message[HEADER_BYTES : plan.coded_bytes_at]
-        self.coded = self._message[plan.coded_bytes_at : plan.inline_bytes_at]
-
-    def inline(self, vector: np.ndarray) -> None:
-        """Put the plain part of the dense vector into the message."""
-        at = self._plan.inline_bytes_at
-        self._message[at : at + vector.nbytes] = vector.view(np.uint8)
 
     def finish(self, *, count: int, nonfinite: bool, joined: int = 0, absent: int = 0) -> None:
-        """Write the header of an ordinary message. ``joined`` is 0, or the flags of a rank without data."""
-        self._joined = joined
+        """Write the header of an ordinary message. ``joined`` has the flags of a rank without data, and EDITED."""
+        self._joined = joined & _JOINED
         flags = joined | Flags.NONFINITE * nonfinite
         pack_header(self._header._replace(count=count, flags=flags, absent=absent), self._message)
 
@@ -520,7 +333,7 @@ class Messages:
 
     def receive(self) -> list[Incoming]:
         """Check the messages of all ranks, and return them in rank order."""
-        plan, expected, label = self._plan, self._header, self._transport.label
+        expected, label = self._header, self._transport.label
         headers, joins = [], {0}
         # Look for errors first: a rank may have failed before it knew this step's options for its header.
         for sender, data in enumerate(self._gathered):
@@ -533,31 +346,35 @@ class Messages:
                 raise RemoteFailure(ERROR_CLASSES[code](f"{label(sender)} failed in step {header.step}: {text}"))
         if len(joins) > 2:
             raise errors.ConfigError("the ranks gave join() different values of divide_by=: give all the same value")
+        # A rank without data does not follow the schedules. It only checks that the others agree.
+        training = [header for header in headers if not header.flags & _JOINED]
+        fingerprint = training[0].fingerprint if self._joined and training else expected.fingerprint
         incoming = []
         for sender, (header, data) in enumerate(zip(headers, self._gathered, strict=True)):
             who, joined = label(sender), header.flags & _JOINED
-            if joined or self._joined:  # a rank without data does not follow the schedules
-                header = header._replace(fingerprint=expected.fingerprint)
-            if header.fingerprint != expected.fingerprint:
-                raise errors.ConfigError(
-                    f"{who} and {label(self._transport.rank)} disagree in step {expected.step} about the learning "
+            if not joined and header.fingerprint != fingerprint:
+                kind = Disagreement if joins == {0} else errors.ConfigError
+                other = label(headers.index(training[0]) if self._joined else self._transport.rank)
+                raise kind(
+                    f"{who} and {other} disagree in step {expected.step} about the learning "
                     "rate, momentum, Nesterov, weight decay, frozen variables or the layout: schedulers and loaded "
                     "checkpoints must set the same values on every rank (load a checkpoint on all ranks, or broadcast "
                     "the optimizer's state; decide about a learning rate from metrics that are averaged over the ranks)"
                 )
             check_header(header, expected, who)
-            coded, at = plan.coded_bytes_at, plan.inline_bytes_at
+            payload, coded, inline = self._form.parts(data)
             incoming.append(
                 Incoming(
                     sender=sender,
                     origin=f"{who} for bucket {self._bucket}",
                     count=header.count,
                     nonfinite=bool(header.flags & Flags.NONFINITE),
-                    payload=data[HEADER_BYTES:coded],
-                    inline=data[at : at + plan.inline_bytes],
-                    coded=data[coded:at],
+                    payload=payload,
+                    coded=coded,
+                    inline=inline,
                     joined=joined,
                     absent=header.absent,
+                    edited=bool(header.flags & Flags.EDITED),
                 )
             )
         return incoming

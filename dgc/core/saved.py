@@ -22,7 +22,7 @@ INACTIVE: Final[dict[str, Any]] = {"inactive": True, "rank": 0, "size": 1}
 
 def is_empty(state: Mapping[str, Any]) -> bool:
     """Return whether a state comes from a job of several ranks whose compressor has not exchanged anything yet."""
-    return not state or ("parameters" in state and not state["parameters"])
+    return not state or ("parameters" in state and not state["parameters"] and not state.get("step"))
 
 
 def holds_nothing(state: Mapping[str, Any]) -> bool:
@@ -70,7 +70,8 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes
     if saved.get("rank") != rank:
         raise LayoutError(
             f"the saved compressor state belongs to rank {saved.get('rank')}, this is rank {rank}; residuals "
-            "differ between ranks: save and load one state per rank"
+            "differ between ranks: save and load one state per rank or, with step-ahead error feedback, call "
+            "compression.average(optimizer) on all ranks before one of them saves"
         )
     require_op(saved, op)
 
@@ -102,13 +103,7 @@ def require_sound(saved: Mapping[str, Any]) -> None:
         if not isinstance(entry, Mapping) or "u" not in entry:
             raise LayoutError(f"the saved compressor state holds no u of {name!r}; load the result of state_dict()")
         for key in {"u", "v", "error", "w"} & set(entry):
-            values = _numbers(entry[key], name, key)
-            if not np.isfinite(values).all():
-                raise LayoutError(
-                    f"the saved {key} of {name!r} holds {int((~np.isfinite(values)).sum())} values that are not "
-                    "finite, which would spoil the training: load an earlier state, or call reset() to begin with "
-                    "empty residuals"
-                )
+            _require_finite(_numbers(entry[key], name, key), name, key)
         if entry.get("threshold") is not None:
             _numbers(entry["threshold"], name, "threshold")
     for key in ("names", "kinds"):  # the adapters add these and the learning rate
@@ -124,7 +119,7 @@ def require_sound(saved: Mapping[str, Any]) -> None:
 
 
 def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[str] = ()) -> None:
-    """Refuse a state whose parameters differ from those of the layout.
+    """Refuse a sound state whose parameters differ from the layout's, or whose values are too large for their types.
 
     Parameters named in ``optional`` may be present or missing.
     """
@@ -138,7 +133,8 @@ def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[s
             "build the compressor for the model that was saved, or call reset() to start with empty residuals"
         )
     small = {layout.parameters[s.parameter].name for b in layout.buckets for s in b.small}
-    for name, length in ((p.name, p.numel) for p in layout.parameters):
+    for parameter in layout.parameters:
+        name, length = parameter.name, parameter.numel
         if name not in found:
             continue
         entry, wanted = found[name], {"u", "v"} if sparsified[name] else {"u"}
@@ -159,6 +155,29 @@ def require_fit(saved: Mapping[str, Any], layout: Layout, optional: Collection[s
                     f"parameter {name!r} has {length} elements, its saved {key} has shape "
                     f"{np.shape(entry[key])}; the state belongs to another model"
                 )
+        kind = np.float64 if parameter.dtype == "float64" else np.float32
+        held = {key: _cast(entry[key], kind) for key in ("u", "v", "error", "w") if key in entry}
+        for key, values in held.items():
+            _require_finite(values, name, key)
+        if "w" in held:  # a rank adds the sums that it does not own to its own residual
+            own = "v" if "v" in held else "error"
+            with np.errstate(over="ignore"):
+                _require_finite(held["w"] + held.get(own, 0), name, f"{own} + w")
+
+
+def _require_finite(values: np.ndarray, name: str, key: str) -> None:
+    if not np.isfinite(values).all():
+        raise LayoutError(
+            f"the saved {key} of {name!r} holds {int((~np.isfinite(values)).sum())} values that are not finite, which "
+            "would spoil the training: load an earlier state, or call reset() to begin with empty residuals"
+        )
+
+
+def _cast(values: Any, kind: type) -> np.ndarray:
+    """Return values in the type that they are held in; values beyond its range become infinite."""
+    with np.errstate(over="ignore"):
+        cast: np.ndarray = np.asarray(values).astype(kind, copy=False)
+    return cast
 
 
 def _numbers(values: object, name: str, key: str) -> np.ndarray:

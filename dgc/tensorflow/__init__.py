@@ -15,8 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dgc import errors
-from dgc.adapter import paddle
-from dgc.adapter.paddle import *  # noqa: F403
+from dgc.contrib import paddle
+from dgc.contrib.paddle import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compressor import Compression, DGCCompressor
 from dgc.tensorflow.join import join

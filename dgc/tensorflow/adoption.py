@@ -246,8 +246,15 @@ class FirstMoment:
     def give_back(self) -> None:
         """Give the optimizer back its beta_1, and with that its first moment, for good."""
         vars(self._optimizer)["beta_1"] = self.beta1
+        self.clear_slots()
+
+    def clear_slots(self) -> None:
+        """If the compressor applies the moment, set its slots to 0, as in a saved model. They hold the last results.
+
+        The next update ``m + (g - m)`` depends on them by its rounding. So call this on all ranks at the same step.
+        """
         for slot in first_moments(self._optimizer) if self.is_taken else ():
-            slot.assign(tf.zeros(slot.shape, slot.dtype))  # it holds the last result
+            slot.assign(tf.zeros(slot.shape, slot.dtype))
 
     def begin(self, hyper: Hyper, steps: int, scale: Callable[[float], None], *, selects: bool) -> None:
         """Set the options of all variables for a step.
@@ -349,6 +356,21 @@ class Adoption:
         # With a schedule, legacy Keras' `learning_rate` still belongs to the previous step.
         rate = optimizer._learning_rate
         return rate(optimizer.iterations) if callable(rate) and not isinstance(rate, tf.Variable) else rate
+
+    def constant_options(self) -> dict[str, Any]:
+        """Return the options that must be equal on all ranks, except for the learning rate, which each step compares.
+
+        Only numbers are compared; anything else is None.
+        """
+        if self.optimizer is None:
+            return {}
+        try:
+            with tf.init_scope():
+                config = dict(self.optimizer.get_config())
+        except Exception:  # training does not need a user's own get_config(), so it may be unfinished
+            return {}
+        config = config.get("inner", config)  # legacy Keras' distributed optimizer keeps its settings beside
+        return {name: _number(v) for name, v in config.items() if name not in ("learning_rate", "jit_compile")}
 
     @property
     def steps(self) -> int:
@@ -460,6 +482,10 @@ class Adoption:
         return self.config(type(self.optimizer).get_config(self.optimizer))
 
 
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, np.floating) else value if isinstance(value, (int, float)) else None
+
+
 def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
     """Refuse an optimizer that fails on gradients with few entries, or warn about one that works badly with these."""
     # Adafactor divides by the product of two means of squares. If a row and a column of the gradient hold only zeros,
@@ -467,12 +493,12 @@ def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
     if optimizer is not None and is_keras(optimizer, "Adafactor") and optimizer.epsilon_1 < 1e-16:
         raise ConfigError(
             f"Keras' Adafactor with epsilon_1={optimizer.epsilon_1:g} makes NaN of gradients with few entries, as "
-            f"{algorithm!r} sends them: give it epsilon_1=1e-12, or take an optimizer that docs/tuning.md calls sound"
+            f"{algorithm!r} sends them: give it epsilon_1=1e-12, or take an optimizer that docs/options.md calls sound"
         )
     if is_keras(optimizer, "Lion"):
         warnings.warn(
             f"{algorithm!r} sends few entries, and Lion keeps moving by the sign of the last one: begin with a tenth "
-            "of dense training's learning rate, or take one of the optimizers that docs/tuning.md calls sound",
+            "of dense training's learning rate, or take one of the optimizers that docs/options.md calls sound",
             RuntimeWarning,
             stacklevel=4,
         )

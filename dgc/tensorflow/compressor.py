@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from dgc.adapter.agreement import tell_error
-from dgc.adapter.checks import checked_tensors, require_momentum_source, warn_of_thin_updates
+from dgc.adapter.checks import checked_tensors, require_momentum_source, warn_of_sparsity, warn_of_thin_updates
 from dgc.adapter.compressor import CompressionBase
 from dgc.core.checks import as_loss_scale, brief
 from dgc.core.collectives import Transport
@@ -34,13 +34,15 @@ class DGCCompressor(HorovodCompressor):
 
     The wrappers of this package call :meth:`dgc.tensorflow.reduce.Reducer.reduce` once a step. In a job of one process
     the optimizer keeps its momentum.
+
+    Attributes:
+        optimizer: the optimizer of the latest :meth:`adopt`.
+        names: the first known names of the variables. They are saved with a model, because loading may rename them.
     """
 
-    optimizer: Optimizer | None = None  # the optimizer of the latest adopt()
+    optimizer: Optimizer | None = None
+    names: Sequence[str] = ()
     _lacks_residuals = False  # whether the compressor of a saved model had residuals, which are not saved with a model
-
-    # The first known names of the variables. They are saved with a model, because loading may rename variables.
-    _names: Sequence[str] = ()
 
     def _read_loss_scale(self, value: Any) -> LossScale:
         if family(value) == KERAS3 and hasattr(value, "initial_scale"):  # before build() it has no dynamic_scale
@@ -52,7 +54,7 @@ class DGCCompressor(HorovodCompressor):
 
     def variable_names(self) -> list[str]:
         """Return the variables' names, which are saved with a model; empty before :meth:`bind`."""
-        return list(self._names if self.engine is None else self.engine.names)
+        return list(self.names if self.engine is None else self.engine.names)
 
     # -- binding -------------------------------------------------------------------------------------------------
 
@@ -98,22 +100,26 @@ class DGCCompressor(HorovodCompressor):
                 "TensorFlow 1's graphs and sessions are not supported; call the optimizer eagerly or in a tf.function"
             )
 
-        def open_engine(transport: Transport) -> Engine:
-            return self._open_engine(list(variables), optimizer, transport, process_set)
-
         if self._pending is not None:
             first = self._pending[0]
-            self._names = (first if isinstance(first, Mapping) else first[0]).get("names", self._names)
-        self._bind(process_set, open_engine, self._give_back)
+            self.names = (first if isinstance(first, Mapping) else first[0]).get("names", self.names)
+        self._bind(
+            process_set,
+            lambda transport: self.open_engine(list(variables), optimizer, transport, process_set),
+            self._give_back,
+        )
         own = without_loss_scale(self.optimizer)
-        if is_adaptive(own) and self.engine is not None and self.engine.transport.rank == 0:
-            warn_of_thin_updates(type(own).__name__, self.config)
-        if self.engine is None and len(self._names) != len(variables):
-            self._names = unique_names(variables)
+        if self.engine is not None and self.engine.transport.rank == 0:
+            warn_of_sparsity(self.config, self.given_options, is_adaptive(own))
+            if is_adaptive(own):
+                warn_of_thin_updates(type(own).__name__, self.config)
+        if self.engine is None and len(self.names) != len(variables):
+            self.names = unique_names(variables)
         for variable in variables[:1]:  # the model must keep its compressor alive, because graphs do not
             raw_variable(variable)._dgc_compressor = self
 
-    def _open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
+    def open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
+        """Make the engine of these variables, for :meth:`bind`. Collective. A subclass may make another one."""
         try:
             self.adopt(optimizer, process_set)
         except Exception as error:
@@ -121,7 +127,7 @@ class DGCCompressor(HorovodCompressor):
             raise
         assert self.adoption is not None
         return Engine(
-            variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals, self._names
+            variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals, self.names
         )
 
     def _give_back(self) -> None:
@@ -154,6 +160,8 @@ class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCo
     ) -> DGCCompressor:
         given = None
         with self._errors_on_all_ranks(parameters, options):
+            if options.get("error_feedback") == "step-ahead":
+                raise ConfigError("error_feedback='step-ahead' is for PyTorch only; leave it out")
             if parameters is not None:
                 advice = "model.trainable_variables of a built model"
                 given = checked_tensors(parameters, algorithm, "variables", advice)

@@ -27,7 +27,7 @@ from dgc.core.exchange.exchange import Exchange, LossScale
 from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Layout, make_layout
-from dgc.core.message import Flags
+from dgc.core.message import Disagreement, Flags
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.tensors import (
@@ -44,10 +44,6 @@ from dgc.tensorflow.tensors import (
     unique_names,
     warn_of_copies,
 )
-
-# With ``JOINED``, this flag says that a callback has ended the sender's ``fit()``. In PyTorch it has another meaning.
-ENDED = Flags.BY_TRAINING
-
 
 _BYTES = 12  # bytes of one element's gradient, momentum and residual in float32
 DENSE, NONE = "dense", "none"  # the kinds of gradient that a variable may have
@@ -275,9 +271,8 @@ class Engine(EngineBase):
         places = {index: place for place, index in enumerate(self.members)}
         given = [places[i] for i in indices]
         absent = sorted(set(places.values()).difference(given))
-        # The ranks compare these numbers in every step, so a variable that only some of them leave out is an error.
-        compared = () if learning_rate is None else (learning_rate,)
-        hyper = self.adoption.hyper.chosen(self.members, (*compared, *(-1.0 - place for place in absent)))
+        hyper = self.adoption.hyper.chosen(self.members, () if learning_rate is None else (learning_rate,))
+        hyper.absent = tuple(absent)
         if learning_rate is not None and follows:
             self.follow(learning_rate)
         # Keras adds lr * g to its velocity. At a learning rate of 0, nothing is added, and the results move no
@@ -285,13 +280,34 @@ class Engine(EngineBase):
         before = exchange.state.copy() if learning_rate == 0.0 and follows else None
         for place in absent:
             hyper.weight_decay[place] = 0.0
-        exchange.begin(StepOptions(hyper, joins=joins))
-        for place in absent:
+        try:
+            results = self._submit(given, gradients, parameters, StepOptions(hyper, joins=joins))
+            refused = exchange.finish()
+        except Disagreement as error:
+            self._name_difference(error, hyper, "learning_rate")
+            raise
+        self._require_all_ended()
+        if before is not None:
+            before.step = exchange.state.step
+            exchange.state.assign(before)
+        return results, REFUSED if refused else APPLY
+
+    def _submit(
+        self,
+        places: Sequence[int],
+        gradients: Sequence[np.ndarray],
+        parameters: Sequence[np.ndarray],
+        options: StepOptions,
+    ) -> list[np.ndarray]:
+        """Begin a step of the exchange, and submit the gradients of the members ``places``. Return their results."""
+        exchange = self.exchange
+        exchange.begin(options)
+        for place in set(range(len(self.members))).difference(places):
             nothing = self._pool.take(place).reshape(-1)
             nothing.fill(0)
             exchange.submit(place, nothing, nothing, absent=True)
         results = []
-        for number, (place, gradient) in enumerate(zip(given, gradients, strict=True)):
+        for number, (place, gradient) in enumerate(zip(places, gradients, strict=True)):
             wanted = exchange.layout.parameters[place]
             if tuple(gradient.shape) != wanted.shape:
                 exchange.fail(
@@ -301,16 +317,11 @@ class Engine(EngineBase):
                     ),
                     place,
                 )
-            result, limit = self._pool.take(place), largest_finite(self.variables[indices[number]].dtype)
+            result, limit = self._pool.take(place), largest_finite(self.variables[self.members[place]].dtype)
             parameter = as_array(parameters[number]) if parameters else None
             exchange.submit(place, as_array(gradient), result.reshape(-1), parameter, limit)
             results.append(result)
-        refused = exchange.finish()
-        self._require_all_ended()
-        if before is not None:
-            before.step = exchange.state.step
-            exchange.state.assign(before)
-        return results, REFUSED if refused else APPLY
+        return results
 
     def _follow_moment(self) -> None:
         """Set this step's options if the compressor may apply the optimizer's first moment."""
@@ -324,7 +335,7 @@ class Engine(EngineBase):
 
     def _require_all_ended(self) -> None:
         """Raise an error on all ranks if a callback has ended ``fit()`` on only some of them."""
-        ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & ENDED)
+        ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & Flags.ENDED)
         if 0 < len(ended) < self.between.size:
             self.exchange.joined = {}
             raise ConfigError(
@@ -334,10 +345,14 @@ class Engine(EngineBase):
             )
 
     def _count_run(self) -> None:
-        """Count a step, and compare the replicas before the second step.
+        """Count a step. Compare the optimizer's options before the first step, and the replicas before the second.
 
-        They are not compared before the first step, because Keras broadcasts an unbuilt model after that step.
+        Keras broadcasts an unbuilt model after the first step.
         """
+        if self._runs == 0:
+            advice = "Give every rank the same options, or load the same model on all ranks."
+            options = self.adoption.constant_options()
+            require_agreement(self.between.whole, options, "the optimizer's options", advice=advice)
         if self._runs == 1:
             require_replicas(
                 self.between.whole,

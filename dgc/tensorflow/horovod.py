@@ -8,11 +8,11 @@ Python frames above it for Horovod's lists of variables and gradients. No other 
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,14 +20,15 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from dgc.adapter.agreement import gather_if_different
 from dgc.adapter.compressor import CompressorBase
 from dgc.adapter.job import SHUT_DOWN, Horovod, check_placeholder
 from dgc.core.checks import no_compressor
-from dgc.core.collectives import Transport
+from dgc.core.collectives import Transport, gather_values
 from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.tensorflow.adoption import KERAS3, Adoption, family
 from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.tensors import Step, Variable, cross, raw_variable, still_there
+from dgc.tensorflow.tensors import Step, Variable, cross, raw_variable, still_there, unique_names
 from dgc.transport.framework import FrameworkTransport
 
 if TYPE_CHECKING:
@@ -135,24 +136,30 @@ def broadcast_in_order(variables: Sequence[tf.Variable], root_rank: int, process
 
     Variables are matched by their place in the list, because Keras' names contain counters that may differ.
     """
-    hvd = import_horovod()
-    process_set = process_set or hvd.global_process_set
-    text = repr([(tuple(v.shape), v.dtype.name) for v in variables])
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    own = tf.constant([[len(variables), digest]], tf.int64)
-    seen = np.asarray(hvd.allgather(own, name="dgc.broadcast", process_set=process_set))
-    if (seen != seen[0]).any():
-        raise LayoutError(
-            f"the model's and the optimizer's variables differ between ranks: their numbers are {seen[:, 0].tolist()}, "
-            "or shapes or types differ; build the same model and optimizer on every rank, and load a saved one on all "
-            "ranks or on none"
-        )
-    for place, variable in enumerate(variables):
+    hvd, job = import_horovod(), HOROVOD.of(process_set)
+    process_set, raws = job.members, [raw_variable(v) for v in variables]
+    _require_alike(HorovodTransport(job), unique_names(variables), [f"{tuple(v.shape)} {v.dtype.name}" for v in raws])
+    for place, variable in enumerate(raws):
         value = tf.convert_to_tensor(variable)
         kind = tf.float32 if value.dtype == tf.bfloat16 else value.dtype  # Horovod cannot broadcast bfloat16
         name = f"dgc.broadcast.{place}"
         sent = hvd.broadcast(tf.cast(value, kind), root_rank, name=name, process_set=process_set)
         variable.assign(tf.cast(sent, value.dtype))
+
+
+def _require_alike(transport: Transport, names: Sequence[str], shapes: Sequence[str]) -> None:
+    """Raise the same error on every rank unless all ranks have variables of the same shapes and types. Collective."""
+    if gather_if_different(transport, {"shapes": list(shapes)}) is None:
+        return
+    ranks = gather_values(transport, list(zip(shapes, names, strict=True)))
+    for place, (first, *others) in enumerate(zip_longest(*ranks, fillvalue=("missing", ""))):
+        for rank, other in enumerate(others, 1):
+            if other[0] != first[0]:
+                raise LayoutError(
+                    f"the model's and the optimizer's variables differ between ranks: number {place} is {first[1]!r} "
+                    f"{first[0]} on rank 0 and {other[1]!r} {other[0]} on rank {rank}. Build the same model and "
+                    "optimizer on every rank, and load a saved one on all ranks or on none"
+                )
 
 
 # This many values of a variable are compared in each step, because Horovod may run a graph for another model whose
@@ -324,7 +331,8 @@ def _step_of(compressor: HorovodCompressor, indices: Sequence[int]) -> Step:
 def _refuse_horovods_keras3() -> None:
     """Refuse Horovod's optimizer for Keras 3, which never exchanges anything and does not say so.
 
-    Horovod hashes the compressor when it builds an optimizer, and never calls it after that.
+    Horovod hashes the compressor when it builds an optimizer, and never calls it after that. Without the broadcast
+    callback, nothing else of ours is called.
     """
     for frame in _frames(10):
         owner = frame.f_locals.get("self")

@@ -16,7 +16,7 @@ from dgc.core.message import Flags
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import optimizer_variables
 from dgc.tensorflow.compressor import DGCCompressor
-from dgc.tensorflow.engine import ENDED, Engine
+from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import ProcessSet, broadcast_in_order
 from dgc.tensorflow.tensors import raw_variable
 
@@ -66,7 +66,7 @@ def end_together(engine: Engine) -> None:
         return
     exchange, stats = engine.exchange, copy.deepcopy(engine.stats)
     try:
-        _step_without_data(engine, Flags.JOINED | ENDED)
+        _step_without_data(engine, Flags.JOINED | Flags.ENDED)
     finally:
         exchange.joined = {}
     exchange.stats = stats

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.transport_choice import require_no_choice
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption, Optimizer, without_loss_scale
 from dgc.tensorflow.compressor import DGCCompressor
@@ -122,6 +123,7 @@ class Reducer:
             HOROVOD.of(process_set)  # refuses other objects than process sets
             self._horovods = compression
         self._known: dict[int, tuple[str, Any]] = {}  # names of collectives by variable, and the variables
+        self._prefix = ""
 
     @tf.autograph.experimental.do_not_convert
     def reduce(
@@ -228,7 +230,7 @@ class Reducer:
         compression = None
         if options is not None:
             compression = DGCCompressor(options, config["algorithm"])
-            compression._lacks_residuals, compression._names = config["lacks_residuals"], config["names"]
+            compression._lacks_residuals, compression.names = config["lacks_residuals"], config["names"]
         return cls(compression, lost=lost, **{name: config[name] for name in _SAVED})
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -305,8 +307,11 @@ class Reducer:
         Variables are numbered in the order of their first use, because Keras' names contain counters, which differ on a
         rank that has built another model before.
         """
-        prefix = next(iter(self._known.values()))[0] if self._known else HOROVOD.of(members).unique_name("dgc.dense")
-        return self._known.setdefault(id(variable), (f"{prefix}.{len(self._known)}", variable))[0]
+        if not self._known:
+            job = HOROVOD.of(members)
+            require_no_choice(job.module().rank(), job.gather)
+            self._prefix = job.unique_name("dgc.dense")
+        return self._known.setdefault(id(variable), (f"{self._prefix}.{len(self._known)}", variable))[0]
 
     def _allreduce(self, gradient: Any, name: str, members: ProcessSet) -> Gradient:
         hvd = import_horovod()
@@ -400,6 +405,10 @@ class HasReducer:
     def compression(self) -> DGCCompressor | None:
         """The compressor, with this rank's statistics and state; None in dense training."""
         return self._dgc_reducer.compression
+
+    def use_reducer(self, reducer: Reducer) -> None:
+        """Set the reducer of this optimizer's gradients."""
+        self._dgc_reducer = reducer
 
     def bind(self, variables: Sequence[Variable]) -> None:
         """Attach the compressor to the model before the first step. Collective."""

@@ -13,18 +13,18 @@ Instead of ``DistributedDataParallel`` or ``hvd.DistributedOptimizer``::
 """
 
 from dgc import errors
-from dgc.adapter import paddle
-from dgc.adapter.paddle import *  # noqa: F403
+from dgc.contrib import paddle
+from dgc.contrib.paddle import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.torch import ddp
 from dgc.torch.checkpoint import RankState, load_checkpoint, save_checkpoint
 from dgc.torch.compressor import Compression, DGCCompressor
+from dgc.torch.contrib.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
+from dgc.torch.contrib.momentum import DGCMomentum
+from dgc.torch.contrib.zero import ZeroRedundancyOptimizer
 from dgc.torch.distributed import broadcast_parameters
-from dgc.torch.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 from dgc.torch.join import join
-from dgc.torch.momentum import DGCMomentum
 from dgc.torch.optimizer import DistributedOptimizer
-from dgc.torch.zero import ZeroRedundancyOptimizer
 
 DGCMomentumOptimizer = DGCMomentum  # Paddle's name
 

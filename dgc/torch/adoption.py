@@ -298,7 +298,7 @@ class Adoption:
 
     def _read_moments(self, optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], Members]]) -> None:
         hyper = self.hyper
-        shards = updating_class(optimizer) is not type(optimizer)  # ZeroRedundancyOptimizer
+        is_local = updater_of(optimizer) is not optimizer
         nesterov = bool(self._config.nesterov) or issubclass(updating_class(optimizer), torch.optim.NAdam)
         for group, ours in groups:
             beta1, takes = float(group["betas"][0]), self._has_moment(ours)
@@ -311,8 +311,8 @@ class Adoption:
                 hyper.momentum[i], hyper.gain[i], hyper.nesterov[i] = 0.0, 1.0, nesterov
                 if takes:
                     assert self._steps is not None, "the compressor has the moment"
-                    # With sharded updates no rank has the state of all parameters, so u begins at 0.
-                    t = 1 + (self._steps if shards else _steps_of(optimizer.state.get(p, {})))
+                    # If ranks update shares, no rank has the state of all parameters, so u begins at 0.
+                    t = 1 + (self._steps if is_local else _steps_of(optimizer.state.get(p, {})))
                     hyper.momentum[i], hyper.gain[i] = running_mean(beta1, t)
                     settled &= is_settled(beta1, t)
             if settled:
@@ -385,7 +385,7 @@ def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _is_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer is a ``torch.optim.SGD``, or shards one (``ZeroRedundancyOptimizer``)."""
+    """Return whether parameters are updated by a ``torch.optim.SGD``."""
     return issubclass(updating_class(optimizer), torch.optim.SGD)
 
 
@@ -396,10 +396,18 @@ def _has_own_step(optimizer: torch.optim.Optimizer | None) -> bool:
     return any(module.partition(".")[0] not in _KNOWN_STEPS for module in modules)
 
 
+def updater_of(optimizer: Any) -> Any:
+    """Return the optimizer that updates parameters in the ``step()`` of an optimizer: mostly this optimizer itself.
+
+    A class that updates only a share of the parameters on each rank must have a property ``local_optimizer``, which
+    returns the optimizer of this rank's share. All options of the groups must be the same in both.
+    """
+    return getattr(optimizer, "local_optimizer", optimizer)
+
+
 def updating_class(optimizer: torch.optim.Optimizer | None) -> type:
-    """Return the class that updates parameters. For a sharded optimizer it is the class of the shards."""
-    sharded = getattr(optimizer, "optimizer_class", None)
-    return sharded if isinstance(sharded, type) else type(optimizer)
+    """Return the class of the optimizer that updates parameters."""
+    return type(updater_of(optimizer))
 
 
 def users_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:

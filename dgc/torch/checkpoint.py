@@ -58,6 +58,9 @@ def save_checkpoint(
 ) -> None:
     """Save model, optimizer and every rank's compressor state. Call it on all ranks, between steps.
 
+    With step-ahead error feedback, model and optimizer become equal on all ranks first (``compression.average()``), and
+    any number of ranks may load the checkpoint.
+
     The optimizer is saved with the user's momentum and weight decay, so that ``checkpoint.pt`` is also an ordinary
     dense checkpoint. A rank outside the process set saves nothing.
 
@@ -80,7 +83,7 @@ def save_checkpoint(
     def content() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
 
-    _save(Path(directory) / _MAIN_FILE, compression, transport, content, lambda: _require_loadable(extra))
+    _save(Path(directory) / _MAIN_FILE, compression, transport, content, lambda: _require_loadable(extra), optimizer)
 
 
 def load_checkpoint(
@@ -178,13 +181,12 @@ def gathered_states(compression: DGCCompressor) -> dict[str, Any]:
     Raises:
         LayoutError: it was called in the middle of a step, or after a failed one.
     """
-    engine = compression.engine
-    if engine is not None:
-        engine.require_open("state_dict()")
-        engine.require_between_steps("state_dict()", whole=True)
-    own = _packed_state(compression)
-    gathered = [own] if engine is None else gather_packed(engine.transport, own)
-    return {"ranks": [torch.from_numpy(state) for state in gathered]}
+    transport = _transport_of(compression, "state_dict()")
+    if compression.engine is not None:
+        compression.engine.require_between_steps("state_dict()", whole=True)
+    own: list[np.ndarray] = []
+    _agree(transport, lambda: own.append(_packed_state(compression)), "pack the compressor's state")
+    return {"ranks": [torch.from_numpy(state) for state in gather_packed(transport, own[0])]}
 
 
 def load_gathered(compression: DGCCompressor, saved: dict[str, Any]) -> None:
@@ -253,7 +255,7 @@ def _transport(model: torch.nn.Module, compression: DGCCompressor, what: str) ->
     if any(map(is_sharded, model.parameters())):
         raise ConfigError(
             f"{what} does not support sharded parameters: give model, optimizer and "
-            "dgc.torch.RankState(compression) to torch.distributed.checkpoint, as docs/fsdp.md shows"
+            "dgc.torch.RankState(compression) to torch.distributed.checkpoint, as docs/pytorch.md shows"
         )
     if compression.engine is None and not compression.is_bound and _started_ranks() > 1:
         raise ConfigError(
@@ -294,6 +296,7 @@ def _save(
     transport: Transport,
     content: Callable[[], dict[str, Any]] = dict,
     check: Callable[[], None] = lambda: None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Write the ranks' files and then the main file, and delete files of earlier saves. Collective, between steps.
 
@@ -303,6 +306,7 @@ def _save(
         transport: connects the ranks that save.
         content: returns the values that rank 0 adds to the token and the number of ranks in the main file.
         check: raises an error if this rank cannot save.
+        optimizer: its state becomes equal on all ranks, with step-ahead error feedback.
     """
     if compression.engine is not None:
         # Check this on this rank only: if its step has failed, the others may be in the next step.
@@ -310,10 +314,11 @@ def _save(
     if not compression.takes_part:
         return
     folder, rank, size = main.parent, transport.rank, transport.size
-    state = compression.state_dict() if compression.is_bound else dict(INACTIVE)
+    state: dict[str, Any] = {}
 
     def look() -> dict[str, Any]:
         check()
+        state.update(compression.state_dict() if compression.is_bound else INACTIVE)
         if state.get("parameters"):
             require_sound(state)
         return {"step": state.get("step", 0)}
@@ -324,6 +329,7 @@ def _save(
         "arguments of save_checkpoint()",
         advice="Give every rank the same directory",
     )
+    compression.average(optimizer)
     _agree(transport, look, "save")
     token = gather_values(transport, secrets.token_hex(8))[0]
     own = _rank_file(main, token, rank, size)
@@ -344,10 +350,13 @@ def _save(
 
 
 def _delete_others(main: Path, token: str, rank: int, size: int) -> None:
-    """Delete this rank's files of older checkpoints and of interrupted saves."""
+    """Delete this rank's files of older checkpoints and of interrupted saves, if the folder can be read."""
     ranks_file = rf"{_RANKS_FILES[main.name]}-(?P<token>{_TOKEN})-(?P<rank>\d+)-of-\d+\.pt"
     files = re.compile(rf"({re.escape(main.name)}|{ranks_file})(?P<draft>\.{_TOKEN}\.partial)?")
-    for path in main.parent.iterdir():
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):  # the new checkpoint is complete
+        paths.extend(main.parent.iterdir())
+    for path in paths:
         found = files.fullmatch(path.name)
         if found and int(found["rank"] or 0) % size == rank and (found["draft"] or found["token"] not in (None, token)):
             _delete(path)
@@ -485,7 +494,8 @@ def _read_main(folder: Path, map_location: MAP_LOCATION) -> dict[str, Any]:
     if not _names_files(content) or not {"model", "optimizer", "extra"} <= set(content):
         raise LayoutError(
             f"{path} is a checkpoint of another kind: {_FOREIGN}. Load it with torch.load() into model and optimizer "
-            "on rank 0 and broadcast both; the compressor begins with empty residuals"
+            "on rank 0, and broadcast first the optimizer's state, then the parameters; the compressor begins with "
+            "empty residuals"
         )
     return content
 

@@ -12,14 +12,20 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from dgc.adapter.checks import checked_tensors, require_momentum_source, warn_of_thin_updates, warn_of_unmatched
+from dgc.adapter.checks import (
+    checked_tensors,
+    require_momentum_source,
+    warn_of_sparsity,
+    warn_of_thin_updates,
+    warn_of_unmatched,
+)
 from dgc.adapter.compressor import CompressionBase
 from dgc.adapter.job import Job
 from dgc.core.checks import as_loss_scale, brief
 from dgc.core.collectives import Transport
 from dgc.core.exchange.exchange import LossScale
 from dgc.errors import ConfigError, LayoutError
-from dgc.torch.adoption import is_adaptive, updating_class
+from dgc.torch.adoption import is_adaptive, updater_of, updating_class
 from dgc.torch.distributed import UNNAMED, require_own_shards
 from dgc.torch.engine import Engine
 from dgc.torch.front_end import require_free
@@ -28,6 +34,7 @@ from dgc.torch.horovod_optimizer import HorovodCompressor
 from dgc.torch.saved_state import is_of_moment, take_mark
 from dgc.torch.scaler import read_scale
 from dgc.torch.sparse_updates import obstacle_of_sgd
+from dgc.torch.step_ahead import StepAheadEngine
 from dgc.torch.untraced import leave_hooks_untraced
 
 _ADVICE = "model.named_parameters()"
@@ -80,13 +87,22 @@ class DGCCompressor(HorovodCompressor):
                     "each model and optimizer"
                 )
             named = list(named_parameters)
-            self.config = self.config.suited(adaptive := is_adaptive(optimizer))
+            is_sharded, adaptive = updater_of(optimizer) is not optimizer, is_adaptive(optimizer)
+            self.config = self.config.suited(adaptive, steps_ahead=not is_sharded)
+            if self.config.steps_ahead and is_sharded:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} steps only a share of the parameters on each rank; step-ahead error "
+                    "feedback needs a step of all parameters: leave out error_feedback='step-ahead'"
+                )
             groups = [] if optimizer is None else optimizer.param_groups
             owned = {id(p) for group in groups for p in group["params"]}
             require_own_shards([(n, p) for n, p in named if optimizer is None or id(p) in owned], self._job)
 
-        def open_engine(transport: Transport) -> Engine:
+        def open_engine(transport: Transport) -> Any:
             job = self.job(process_set)
+            self.config = self.config.on_ranks(transport.size)
+            if self.config.steps_ahead:
+                return StepAheadEngine(lambda: _layout_of(named, optimizer), self.config, transport, optimizer)
             heartbeat = None
             if isinstance(job, TorchHorovod) and transport.name == "horovod":  # here a rank may have joined
                 heartbeat = Heartbeat(job, lambda: engine.stats)
@@ -107,8 +123,11 @@ class DGCCompressor(HorovodCompressor):
         if self.engine is not None and self.engine.transport.rank == 0:
             for option in ("include", "exclude"):
                 warn_of_unmatched(option, getattr(self.config, option), [name for name, _ in named], "parameter")
+            warn_of_sparsity(self.config, self.given_options, adaptive)
             if adaptive:
                 warn_of_thin_updates(updating_class(optimizer).__name__, self.config)
+        if self.config.steps_ahead:
+            return
         if optimizer is not None and (mark := take_mark(optimizer.param_groups)) and not had_state:
             if self.engine is not None:
                 self.engine.saved.mark = mark
@@ -119,6 +138,11 @@ class DGCCompressor(HorovodCompressor):
             front_end = self._follow_horovod(self.engine)
             if optimizer is not None:
                 announce_owner(optimizer, front_end.own)
+
+    def average(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Make the parameters equal on all ranks, and the state of ``optimizer`` if it is given. Collective."""
+        if isinstance(self.engine, StepAheadEngine):
+            self.engine.average(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, with tensors instead of arrays, because ``torch.load`` accepts these by default."""

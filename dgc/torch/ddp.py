@@ -11,7 +11,7 @@ DDP calls the hook for each bucket of gradients that the backward pass completes
 the results, so ``.grad`` holds them when ``backward()`` returns, as without the hook.
 
 The callbacks for Hugging Face's Trainer and for Lightning register the hook, and save its state in checkpoints. With
-Accelerate and Fabric, use the state that :func:`register` returns. docs/checkpoints.md shows the code for all four.
+Accelerate and Fabric, use the state that :func:`register` returns. docs/pytorch.md shows the code for all four.
 """
 
 # No "from __future__ import annotations": DDP compares the hook's annotations with types.
@@ -37,6 +37,7 @@ from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.ddp_front_end import DDPFrontEnd
 from dgc.torch.distributed import DistributedJob
 from dgc.torch.front_end import require_free, unwrapped
+from dgc.torch.step_ahead import StepAheadEngine
 from dgc.torch.untraced import untraced, weakly
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class CompressionState(Joinable):
                 require_free([p for _, p in named])
         self.compression.bind(named, optimizer)
         self._optimizer = optimizer
-        if (engine := self.compression.engine) is not None:
+        if (engine := self.compression.engine) is not None and not self.compression.config.steps_ahead:
             self._front_end = DDPFrontEnd(engine, optimizer)
             # A weak reference: an error that the engine keeps may refer to this object through its traceback.
             weakref.finalize(self, weakly(self._front_end.end)).atexit = False
@@ -134,6 +135,8 @@ class CompressionState(Joinable):
             devices=[buffer.device] if buffer.is_cuda else None
         )
         if self._front_end is None:
+            if isinstance(engine := self.compression.engine, StepAheadEngine):
+                engine.require_own(bucket.parameters())
             future.set_result(buffer)
         else:
             self._front_end.hand_over(bucket, future)
@@ -145,11 +148,13 @@ class CompressionState(Joinable):
         """Return every rank's residuals, momentum and step, for a checkpoint that rank 0 writes. Collective.
 
         Call it between steps. On rank 0 it takes memory for the states of all ranks, mostly 8 bytes for each parameter
-        and rank; on the others it is empty.
+        and rank; on the others it is empty. With step-ahead error feedback, it first makes model and optimizer equal on
+        all ranks, in place, and is small.
 
         Raises:
             LayoutError: it was called within a step, or after a step that failed.
         """
+        self.compression.average(self._optimizer)
         return gathered_states(self.compression)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,6 +195,8 @@ class CompressionState(Joinable):
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ConfigError("divide_by_initial_world_size=False: the compressor divides by all ranks; leave it out")
         front_end, engine = self._front_end, self.compression.engine
+        if isinstance(engine, StepAheadEngine):
+            return _StepAheadJoin(engine)
         if front_end is None or engine is None:
             return JoinHook()
         if callable(engine.exchange.loss_scale):
@@ -198,6 +205,17 @@ class CompressionState(Joinable):
                 "momentum=0 in the compressor"
             )
         return _Update(front_end)
+
+
+class _StepAheadJoin(JoinHook):
+    """Takes part in the exchanges of updates on a rank without data."""
+
+    def __init__(self, engine: StepAheadEngine) -> None:
+        self._engine = engine
+
+    @override
+    def main_hook(self) -> None:
+        self._engine.exchange_nothing()
 
 
 class _Update(JoinHook):
@@ -286,6 +304,12 @@ def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor
                 given = args.resume_from_checkpoint
                 folder = given if given and os.path.isdir(given) else _folder(args, state)
                 load_for_trainer(Path(folder), compression)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if control.should_save or control.should_evaluate:  # an evaluation may save the best model
+                compression.average(unwrapped(kwargs["optimizer"]))
+
+        on_epoch_end = on_step_end
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             save_for_trainer(Path(_folder(args, state)), compression)  # on all ranks

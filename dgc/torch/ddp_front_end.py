@@ -5,17 +5,13 @@ The call for the last bucket ends the exchange, inside ``backward()``. ``step()`
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from dgc.core.exchange.exchange import LossScale
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine import Engine
 from dgc.torch.front_end import FrontEnd, Waiting
-from dgc.torch.tensors import scattered_values
 from dgc.torch.untraced import untraced
 
 _LOCAL = (
@@ -27,12 +23,6 @@ _AGAIN = (
     "momentum and weight decay that the compressor applies; clear it with zero_grad(), or leave both in the optimizer: "
     "momentum=0 in the compressor"
 )
-_CHANGED = (
-    "gradients were clipped or changed between backward() and step(): with the optimizer's momentum in the compressor "
-    ".grad holds a sum or mean of many gradients, which has another norm. To clip as without compression leave "
-    "momentum in the optimizer (momentum=0 in the compressor); local_grad_clip_norm= of the compressor clips before "
-    "momentum"
-)
 
 
 class DDPFrontEnd(FrontEnd):
@@ -40,7 +30,6 @@ class DDPFrontEnd(FrontEnd):
 
     exclusive = True
     rebuild = "wrap the module in a new DistributedDataParallel and register a new compressor"
-    _warned = False
     _joined = False  # whether this rank has run out of data and DDP calls the hook with zeros
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
@@ -49,8 +38,6 @@ class DDPFrontEnd(FrontEnd):
         self._results: dict[int, torch.Tensor] = {}  # by parameter index: the result's place in DDP's bucket
         self._owners: dict[int, int] = {}  # address of a gradient -> parameter index, in the step under way
         self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
-        # A sample of the smallest result, to notice a change: its parameter, some of its values, the loss scale.
-        self._sample: tuple[torch.Tensor, torch.Tensor, LossScale] | None = None
         engine.updates.obstacle = None
         self.drive(optimizer, self._arrived)
 
@@ -93,9 +80,7 @@ class DDPFrontEnd(FrontEnd):
     def _finish(self, engine: Engine) -> None:
         engine.finish()
         self._keep_unused(engine)
-        if engine.adoption.has_velocity and not self._warned:
-            index = min(self._results, key=lambda i: self._results[i].numel())
-            self._sample = engine.parameters[index], scattered_values(self._results[index]), engine.exchange.loss_scale
+        self.keep_sample(self._results)
         self._waiting = Waiting.RESULTS
         self._used.clear()
         for future, buffer in self._futures:
@@ -157,15 +142,11 @@ class DDPFrontEnd(FrontEnd):
         if self._waiting is Waiting.NOTHING and engine.adoption.has_velocity:
             if any(p.grad is not None for p in engine.parameters):
                 raise ConfigError(_AGAIN)
-        sample, self._sample = self._sample, None
-        if sample is not None and _is_changed(*sample):
-            self._warned = True
-            warnings.warn(_CHANGED, RuntimeWarning, stacklevel=5)
 
     @override
     def begin_anew(self) -> None:
         self._waiting = Waiting.NOTHING
-        self._futures, self._results, self._sample = [], {}, None
+        self._futures, self._results = [], {}
         self._used.clear()
 
 
@@ -181,12 +162,3 @@ def _in_strides_of(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def _share_memory(gradient: torch.Tensor | None, result: torch.Tensor) -> bool:
     return gradient is not None and gradient.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
-
-
-def _is_changed(p: torch.Tensor, values: torch.Tensor, scale: LossScale) -> bool:
-    """Return whether a gradient differs from the result, other than by a GradScaler's division by its scale."""
-    if p.grad is None:
-        return False
-    now, divisor = scattered_values(p.grad), scale() if callable(scale) else scale
-    divisor = divisor() if callable(divisor) else divisor
-    return not any(torch.allclose(now, values / by, rtol=1e-3, equal_nan=True) for by in (1.0, divisor))

@@ -180,7 +180,7 @@ class DenseEngine:
 class _Nothing:
     """Takes the place of adoption, saved state and sparse updates: dense training leaves all to the optimizer."""
 
-    pending = Change()
+    pending, has_velocity = Change(), False
 
     def _do_nothing(self, *_: object) -> None: ...
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from typing_extensions import override
 
-from dgc.adapter.agreement import require_replicas
+from dgc.adapter.agreement import require_agreement, require_replicas
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.warm_up import compiled
 from dgc.core.collectives import Transport
@@ -26,7 +26,7 @@ from dgc.core.layout import Layout, make_layout
 from dgc.errors import ConfigError, DGCError, LayoutError, unraised
 from dgc.torch.adoption import Adoption
 from dgc.torch.front_end import FrontEnd, Waiting, learning_rates_of
-from dgc.torch.joined_options import share_options
+from dgc.torch.joined_options import constant_options, share_options
 from dgc.torch.saved_state import Change, SavedState
 from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, sum_of_bits, tensors_for
@@ -54,7 +54,8 @@ class Engine(EngineBase):
         front_end: submits gradients, and follows the steps of the optimizer.
         saved: notices what is loaded into the optimizer between two steps.
         updates: decides whether results are applied as entries, and applies them.
-        decays_by_sign: indices of parameters whose decay is by sign (L1).
+        decay_of: called with the index and the values of a parameter that decays; returns the values that weight decay
+            multiplies. By default these are the parameter's own. It may be replaced, for instance by a decay by sign.
         excluded: indices of parameters that the option ``exclude`` names. They are sent dense.
         by_scaler: whether a GradScaler of unknown scale steps the optimizer; None before the first step.
         left_alone: parameters for which no rank had a gradient in the latest step. They do not change, as with DDP's
@@ -89,7 +90,7 @@ class Engine(EngineBase):
         self._replicas_compared = False
         self._delivered = False  # whether .grad may hold the latest step's results
         self.error: DGCError | None = None
-        self.decays_by_sign: set[int] = set()
+        self.decay_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, values: values
         self.by_scaler: bool | None = None if loss_scale == 1.0 else False
 
         def build() -> Layout:
@@ -146,8 +147,7 @@ class Engine(EngineBase):
         try:
             decay = None
             if self.adoption.hyper.weight_decay[index]:
-                decayed = local(self.parameters[index])
-                decay = self._tensors.array(decayed.sign() if index in self.decays_by_sign else decayed)
+                decay = self._tensors.array(self.decay_of(index, local(self.parameters[index])))
             self.exchange.submit(index, values, place.array, decay, place.limit, ready, absent=absent)
         except DGCError as error:
             self._fail_with(error)
@@ -176,7 +176,7 @@ class Engine(EngineBase):
             else:
                 self.exchange.write_deferred()
         except DGCError as error:
-            self.error = unraised(error)
+            self._keep(error)
             raise
         finally:
             # Until this call the kernels may still write to the memory that they were given.
@@ -228,8 +228,8 @@ class Engine(EngineBase):
                     self._take_over_state(owner, change)
                 except ConfigError as refused:
                     error = error or refused
-        hyper = self.adoption.hyper.chosen(range(len(self.names)), learning_rates_of(owner), change.restored)
-        self.exchange.begin(StepOptions(hyper, holds=self.front_end.holds, defers=defers, joins=self.joins))
+        self._hyper = self.adoption.hyper.chosen(range(len(self.names)), learning_rates_of(owner), change.restored)
+        self.exchange.begin(StepOptions(self._hyper, holds=self.front_end.holds, defers=defers, joins=self.joins))
         if error is not None:
             self.fail(error)
 
@@ -258,20 +258,39 @@ class Engine(EngineBase):
                 self.transport,
                 {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
                 "before the first step call dgc.torch.broadcast_parameters(model.state_dict()) on all ranks, and load "
-                "a checkpoint on all of them; with Horovod call hvd.broadcast_parameters(model.state_dict(), "
-                "root_rank=0) and hvd.broadcast_optimizer_state(optimizer, root_rank=0)",
+                "a checkpoint on all of them; with Horovod call hvd.broadcast_optimizer_state(optimizer, root_rank=0) "
+                "and, after it, hvd.broadcast_parameters(model.state_dict(), root_rank=0). In the other order weight "
+                "decay moves the parameters of ranks without a state: Horovod steps their plain optimizers",
                 sums=list(map(sum_of_bits, self.parameters)),
             )
+            self._require_equal_options()
         self._memory.end()
         self._after_step()
 
+    def _require_equal_options(self) -> None:
+        owner = self.front_end.owner
+        if owner is not None:
+            with self.adoption.shown(owner):
+                advice = "Give every rank the same options, or load the optimizer's state on all ranks."
+                require_agreement(self.transport, constant_options(owner), "the optimizer's options", advice=advice)
+
     def _fail_with(self, error: DGCError) -> None:
         """Store an error that the exchange has raised and that ends the step."""
-        self.error = unraised(error)
         self._tensors.release()
         if self.exchange.latest.failure_pending:  # the step has ended for the other ranks, which do not know of it
             self.exchange.write_deferred()
+            self.error = unraised(error)
             self._deliver()  # as the others do
+        self._keep(error)
+
+    def _keep(self, error: DGCError) -> None:
+        """Store an error. If options differ between ranks, raise one that names the option; this is collective."""
+        self.error = unraised(error)
+        try:
+            self._name_difference(error, self._hyper, "lr of group {}")
+        except ConfigError as named:
+            self.error = unraised(named)
+            raise
 
     def _share_options(self, step: Step) -> None:
         owner = self.front_end.owner

@@ -11,39 +11,39 @@ A training step:
                 The optimizer's own step() updates the parameters. Horovod's calls Engine.finish first.
                 FrontEnd.after_step, also when step() raises: the options are shown again.
 
-docs/steps.md explains the rule, and docs/architecture.md the files.
+docs/pytorch.md explains the rule, and docs/architecture.md the files.
 """
 
 from __future__ import annotations
 
 import enum
 import types
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.horovod import broadcasting
-from dgc.torch.scaler import steps_by_scaler, warn_of_unknown_scaler
-from dgc.torch.tensors import local
+from dgc.torch.scaler import Later, read_later, steps_by_scaler, warn_of_unknown_scaler
+from dgc.torch.step_hooks import follow_steps
+from dgc.torch.tensors import local, scattered_values
 from dgc.torch.untraced import untraced, weakly
 
-# Takes the gradient's name.
-CHANGED = (
-    "the gradient of {!r} was changed or replaced while it was exchanged, which begins in backward(): call "
-    "optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize() (a "
-    "compressor with momentum clips by its local_grad_clip_norm= instead); register a hook that changes gradients "
-    "before the optimizer is wrapped"
+_CHANGED_RESULT = (
+    "gradients were clipped or changed between the exchange and step(): with the optimizer's momentum in the "
+    "compressor .grad holds a sum or mean of many gradients, which has another norm. To clip as without compression "
+    "leave momentum in the optimizer (momentum=0 in the compressor); local_grad_clip_norm= of the compressor clips "
+    "before momentum"
 )
 
 Closure = Callable[[], Any]
 
 _front_ends: weakref.WeakSet[FrontEnd] = weakref.WeakSet()
-_hooks: list[Any] = []
 
 
 class Waiting(enum.Enum):
@@ -83,20 +83,23 @@ class FrontEnd:
 
     rebuild = "build a new optimizer and wrap it"
     drives = holds = exclusive = False
+    _warned_of_change = False
+    _sample: tuple[torch.Tensor, torch.Tensor] | None = None  # the smallest result's parameter, and some of its values
+    _compared: Callable[[], bool] | None = None  # returns whether the latest sample was changed before step()
     update: Update | None = None
     _waiting = Waiting.NOTHING
     _replaced = False  # whether another optimizer with parameters of the owner was wrapped later
     _unhook: Callable[[], object] | None = None  # removes the hooks of :meth:`drive`
 
     def __init__(self, engine: Any) -> None:
-        # Two global hooks serve all front ends, and are never removed. Removing them when a front end is
-        # garbage-collected could happen inside the loop in which torch calls them.
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
-            _hooks.append(register_optimizer_step_post_hook(end_update))
+        follow_steps(_before_any_step, end_update)
         self.engine = engine
         self._owner: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._ids = {id(p) for p in engine.parameters}
+        self.follow_steps()
+
+    def follow_steps(self) -> None:
+        """Be called before and after each ``step()`` of any optimizer, until :meth:`end`."""
         _front_ends.add(self)
 
     @property
@@ -227,8 +230,34 @@ class FrontEnd:
         """After the exchange, hide the options that the compressor applies, and apply results as entries."""
         if self.engine.error is None:  # otherwise it is being raised already
             self._refuse_strange_gradients(optimizer)
+        self._look_for_change()
         self.engine.adoption.hide(optimizer)
         self.engine.updates.apply(optimizer)
+
+    def keep_sample(self, results: Mapping[int, torch.Tensor]) -> None:
+        """Copy some values of the smallest result, to notice on rank 0 whether the script changes a velocity."""
+        self._sample, engine = None, self.engine
+        if self._warned_of_change or not results or not engine.adoption.has_velocity or engine.transport.rank:
+            return
+        self._warn_of_change()
+        index = min(results, key=lambda i: results[i].numel())
+        self._sample = engine.parameters[index], scattered_values(results[index])
+
+    def _look_for_change(self) -> None:
+        sample, self._sample = self._sample, None
+        if sample is None or (gradient := sample[0].grad) is None:
+            return
+        scale = self.engine.exchange.loss_scale
+        divisor = scale() if callable(scale) else scale
+        self._compared = partial(_is_changed, read_later(sample[1]), read_later(scattered_values(gradient)), divisor)
+        if not gradient.is_cuda:  # otherwise the next step will warn: a warning is no reason to wait for the device
+            self._warn_of_change()
+
+    def _warn_of_change(self) -> None:
+        compared, self._compared = self._compared, None
+        if compared is not None and compared():
+            self._warned_of_change = True
+            warnings.warn(_CHANGED_RESULT, RuntimeWarning, stacklevel=6)
 
     def _refuse_strange_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse gradients of parameters that were frozen or missing at the wrapping: these are not averaged."""
@@ -263,6 +292,26 @@ class FrontEnd:
             with torch.no_grad():
                 for p, before in update.unmoved:
                     p.copy_(before)
+
+
+def _is_changed(before: Later, now: Later, divisor: float | Callable[[], float]) -> bool:
+    """Return whether values differ, other than by a GradScaler's division by its scale."""
+    divisors = 1.0, divisor() if callable(divisor) else divisor
+    return not any(torch.allclose(now(), before() / by, rtol=1e-3, equal_nan=True) for by in divisors)
+
+
+def changed_gradient(engine: Any, index: int) -> LayoutError:
+    """Return the error about a gradient that was changed or replaced while it was exchanged."""
+    clip = "call optimizer.synchronize() first, then clip or unscale, then step() inside optimizer.skip_synchronize()"
+    if engine.adoption.has_velocity:
+        clip = (
+            "to clip, give the compressor local_grad_clip_norm=, or momentum=0 to clip after optimizer.synchronize(); "
+            "to unscale, call synchronize() first, then step() inside optimizer.skip_synchronize()"
+        )
+    return LayoutError(
+        f"the gradient of {engine.names[index]!r} was changed or replaced while it was exchanged, which begins in "
+        f"backward(): {clip}. Register a hook that changes gradients before the optimizer is wrapped"
+    )
 
 
 def _end_update_after_errors(optimizer: torch.optim.Optimizer) -> None:
@@ -325,7 +374,6 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
     return tuple(rates)
 
 
-@untraced
 def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the new arguments for ``step()``, or None if they stay. ``args`` begins with the optimizer."""
     named = "closure" in kwargs
@@ -337,9 +385,12 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kw
     return (args, {**kwargs, "closure": closure}) if named else ((args[0], closure, *args[2:]), kwargs)
 
 
-@untraced
-def end_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Call :meth:`FrontEnd.after_step`, after a ``step()`` or when it has raised."""
+def end_update(optimizer: torch.optim.Optimizer) -> None:
+    """Call :meth:`FrontEnd.after_step`, after a ``step()`` or when it has raised.
+
+    Torch calls no hook after an error. A function that calls torch's step hooks itself, without ``optimizer.step()``,
+    must therefore call this one when the update raises.
+    """
     for each in list(_front_ends):
         if each.owns(optimizer):
             each.after_step()

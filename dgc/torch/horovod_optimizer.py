@@ -6,6 +6,7 @@ the result of ``decompress()`` into ``.grad``. ``horovod.py`` finds the calling 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +19,10 @@ from dgc.adapter.job import check_placeholder
 from dgc.core.checks import no_compressor
 from dgc.errors import ConfigError, DGCError, LayoutError, StallError
 from dgc.torch.engine import Engine
-from dgc.torch.front_end import CHANGED, Closure, FrontEnd, Waiting
+from dgc.torch.front_end import Closure, FrontEnd, Waiting, changed_gradient
 from dgc.torch.horovod import Placeholders, find_owner, wait_for
 from dgc.torch.optimizer_front_end import HandedOver
+from dgc.torch.step_ahead import StepAheadEngine
 from dgc.torch.untraced import untraced
 
 
@@ -34,6 +36,7 @@ class HorovodFrontEnd(FrontEnd):
     Source: horovod 0.28.1, ``horovod/torch/optimizer.py``, ``_DistributedOptimizer``.
 
     Attributes:
+        results: the tensors for results of the step that is being exchanged, by index.
         lost: whether a step was given up after its exchange had begun. Horovod's optimizer cannot undo such a step.
     """
 
@@ -44,6 +47,8 @@ class HorovodFrontEnd(FrontEnd):
         self._compressor = weakref.ref(compressor)
         self._begun_without: set[int] | None = None
         self._handed: dict[int, HandedOver] = {}  # by index
+        self._built = [(p.dtype, p.device) for p in engine.parameters]
+        self.results: dict[int, torch.Tensor] = {}
         engine.follow(self)
 
     @property
@@ -68,19 +73,22 @@ class HorovodFrontEnd(FrontEnd):
         o = self._optimizer if self.drives else None
         if o is None:
             return Waiting.NOTHING
+        if o._handles and not o._synchronized:  # in the backward pass, where a look at all delays would take long
+            return Waiting.GRADIENTS
         if any(left != o.backward_passes_per_step for left in o._allreduce_delay.values()):
             return Waiting.GRADIENTS
         if o._synchronized:
             return Waiting.RESULTS
         return Waiting.GRADIENTS if o._handles else Waiting.NOTHING
 
-    @property
-    def hands_over_at_once(self) -> bool:
-        """Whether Horovod's optimizer submits each gradient when it arrives, so that the first one begins a step.
+    def hands_over_at_once(self, index: int) -> bool:
+        """Return whether Horovod's optimizer submits this gradient when it arrives, so that the first begins a step.
 
-        This is not so if it adds up several backward passes, or waits for groups of gradients.
+        This is not so if it adds up several backward passes, or waits for groups of gradients. If the parameter was
+        cast or moved after the wrapping, torch has dropped Horovod's hook, and ``step()`` submits the gradient.
         """
-        return self._optimizer.backward_passes_per_step == 1 and not self._optimizer._group_counts
+        p, o = self.engine.parameters[index], self._optimizer
+        return o.backward_passes_per_step == 1 and not o._group_counts and (p.dtype, p.device) == self._built[index]
 
     def hand_over(self, index: int, gradient: torch.Tensor) -> bool:
         """Note a gradient that Horovod submits. Return whether Horovod has made it of zeros, because there was none.
@@ -196,6 +204,12 @@ class HorovodCompressor(CompressorBase[Engine]):
         )
         if engine is None:
             return tensor, None  # Horovod also calls this in a process set of one rank
+        if isinstance(engine, StepAheadEngine):  # the optimizer steps on this rank's own gradient
+            placeholder = self._placeholders.take()
+            engine.stats.beside += placeholder.nbytes
+            if not bool(torch.isfinite(tensor).all()):  # a GradScaler must skip the step on all ranks
+                placeholder.fill_(math.nan)
+            return placeholder, tensor
         front_end = self._front_end
         if front_end is not None and front_end.lost:
             raise ConfigError(
@@ -237,21 +251,32 @@ class HorovodCompressor(CompressorBase[Engine]):
             DGCError: this or another rank failed.
         """
         if ctx is None:
-            if tensor.is_sparse and self.engine is not None:
+            if tensor.is_sparse and self.engine is not None and not isinstance(self.engine, StepAheadEngine):
                 gradients = (p.grad for p in self.engine.parameters)
                 self.engine.refuse_sparse(next(i for i, g in enumerate(gradients) if g is not None and g.is_sparse))
             return tensor
         assert self.engine is not None
         reduced = float(tensor)
         self._placeholders.give_back(tensor, reduced)
+        if isinstance(self.engine, StepAheadEngine):
+            gradient: torch.Tensor = ctx
+            if math.isnan(reduced):
+                return gradient.fill_(math.nan)
+            check_placeholder(reduced, op=self.config.op, size=self.engine.transport.size)
+            return gradient
         if self._pending_error is not None:
             error, self._pending_error = self._pending_error, None
             raise error
-        changed = None if self._front_end is None else self._front_end.take_back()
+        front_end = self._front_end
+        changed = None if front_end is None else front_end.take_back()
         if changed is not None:
-            self.engine.fail(LayoutError(CHANGED.format(self.engine.names[changed])), changed)
+            self.engine.fail(changed_gradient(self.engine, changed), changed)
         check_placeholder(reduced, op=self.config.op, size=self.engine.transport.size)
-        self.engine.finish(self._front_end is not None and self._front_end.update_follows)
+        ends, follows = self.engine.exchange.in_step, front_end is not None and front_end.update_follows
+        self.engine.finish(follows)
+        if front_end is not None and ends:
+            results, front_end.results = front_end.results, {}
+            front_end.keep_sample({} if follows else results)
         result: torch.Tensor = ctx
         return result
 
@@ -278,11 +303,13 @@ class HorovodCompressor(CompressorBase[Engine]):
                 )
             )
         assert self._front_end is not None, "it has bound the caller"
-        if not engine.exchange.in_step and self._front_end.hands_over_at_once:
+        if not engine.exchange.in_step and self._front_end.hands_over_at_once(index):
             engine.refuse_results(index)
         self._compared = False
         absent = self._front_end.hand_over(index, tensor)
-        return engine.submit(index, tensor, absent=absent)  # Horovod will give .grad the memory of this tensor
+        result = engine.submit(index, tensor, absent=absent)  # Horovod will give .grad the memory of this tensor
+        self._front_end.results[index] = result
+        return result
 
     def _follow_horovod(self, engine: Engine) -> HorovodFrontEnd:
         if self._front_end is None:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import numpy as np
 import torch
 
-from dgc.adapter.agreement import agree_or_raise, gather_if_different
+from dgc.adapter.agreement import built_together, gather_if_different
 from dgc.core.message import Flags
 from dgc.errors import ConfigError, LayoutError
+from dgc.torch.adoption import updater_of
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.distributed import TorchJob
 from dgc.torch.engine import Engine
 from dgc.torch.joined_options import option_values, set_option_values
 from dgc.torch.packing import broadcast_packed, packed, unpacked
+from dgc.torch.step_ahead import StepAheadEngine
 from dgc.torch.tensors import is_sharded
-from dgc.torch.zero import ZeroRedundancyOptimizer
 
 _DIVISORS = {"all": Flags.JOINED, "training": Flags.JOINED | Flags.BY_TRAINING}
 
@@ -58,6 +58,11 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
         return 0
     if divide_by not in _DIVISORS:
         engine.fail(wrong)
+    if isinstance(engine, StepAheadEngine):
+        if divide_by != "all":
+            engine.fail(ConfigError('with step-ahead error feedback, join() takes only divide_by="all"'))
+        joined: Any = compression.job()
+        return int(joined.ranks()[engine.join()])
     optimizer: Any = engine.front_end.owner
     _require_able(engine, optimizer, divide_by)
     engine.joins = _DIVISORS[divide_by]
@@ -79,7 +84,7 @@ def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
         engine.fail(ConfigError("join() needs a message of each rank: leave out hierarchical=True"))
     if any(is_sharded(p) for p in engine.parameters):
         engine.fail(ConfigError("join() cannot step FSDP's shards: give every rank the same number of steps"))
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if updater_of(optimizer) is not optimizer:
         engine.fail(ConfigError("join() cannot step a sharded optimizer: give every rank the same number of steps"))
 
 
@@ -123,17 +128,11 @@ def _take_over_from_root(engine: Engine, optimizer: Any, job: TorchJob, root: in
         "state": [dict(optimizer.state.get(p, {})) for p in parameters],
         "momentum": {i: torch.from_numpy(u) for i, u in momentum.items()},
     }
-    own: list[np.ndarray] = []
-
-    def pack() -> dict[str, Any]:
-        own.append(packed(content, f"the state of {type(optimizer).__name__}"))
-        return {}
-
-    agree_or_raise(transport, pack)
-    if gather_if_different(transport, {"content": hashlib.sha256(own[0].tobytes()).hexdigest()}) is None:
+    own = built_together(transport, lambda: packed(content, f"the state of {type(optimizer).__name__}"))
+    if gather_if_different(transport, {"content": hashlib.sha256(own.tobytes()).hexdigest()}) is None:
         return
     device = parameters[0].device
-    came = broadcast_packed(job, own[0], root, device)
+    came = broadcast_packed(job, own, root, device)
     if transport.rank == root:
         return
     loaded = unpacked(came, lambda storage, place: _moved_storage(storage, place, device))

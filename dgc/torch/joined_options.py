@@ -39,6 +39,16 @@ def option_values(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [_number(group[name]) for group in optimizer.param_groups for name in optimizer.defaults]
 
 
+def constant_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the options that must be equal on all ranks, except for the learning rate, which each step compares."""
+    return {
+        f"{name} of group {i}": _number(group.get(name))
+        for i, group in enumerate(optimizer.param_groups)
+        for name in optimizer.defaults
+        if name not in ("lr", "foreach", "fused")
+    }
+
+
 def set_option_values(optimizer: torch.optim.Optimizer, values: Sequence[Any]) -> None:
     """Overwrite the numbers in all groups' options with those that :func:`option_values` returned on another rank."""
     left = iter(values)

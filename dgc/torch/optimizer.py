@@ -121,7 +121,7 @@ def DistributedOptimizer(
             members = compression.process_set(process_set)
         compression.bind(named, optimizer, members)
         vars(optimizer).update(attributes, compression=compression, op=op, process_set=members)
-        if (engine := compression.engine) is None:
+        if (engine := compression.engine) is None or compression.config.steps_ahead:
             return _alone(optimizer)
         densified = range(len(engine.parameters)) if sparse_as_dense else engine.excluded
         OptimizerFrontEnd(optimizer, engine, densified, compression.given_options.get("loss_scale"))
@@ -144,6 +144,26 @@ def DistributedOptimizer(
     dense_engine = DenseEngine(named, job, half=kind == "fp16", average=op == "average")
     OptimizerFrontEnd(optimizer, dense_engine, range(len(named) if sparse_as_dense else 0))
     return cast("HorovodOptimizer", optimizer)
+
+
+# Attributes of a wrapped optimizer that a plain one must not have. The other ones that DistributedOptimizer sets stay,
+# because a traceback may keep hooks alive that read backward_passes_per_step.
+_OF_WRAPPED = (
+    *("compression", "synchronize", "skip_synchronize", "set_backward_passes_per_step", "zero_grad"),
+    "__reduce_ex__",
+)
+
+
+def unwrap(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer that :func:`DistributedOptimizer` has wrapped a plain one again, and close its compressor.
+
+    It may be wrapped once more, with a new compressor.
+    """
+    compression = vars(optimizer).get("compression")
+    if isinstance(compression, DGCCompressor):
+        compression.close()
+    for name in _OF_WRAPPED:
+        vars(optimizer).pop(name, None)
 
 
 def _alone(optimizer: torch.optim.Optimizer) -> HorovodOptimizer:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.distributed import ddp_over
-from dgc.torch.front_end import CHANGED, FrontEnd, Waiting
+from dgc.torch.front_end import Closure, FrontEnd, Waiting, changed_gradient
 from dgc.torch.scaler import has_unscaled, steps_by_scaler
 from dgc.torch.tensors import is_sharded, local, scattered_values, set_memory
 from dgc.torch.untraced import untraced, weakly
@@ -40,15 +40,14 @@ class HandedOver(NamedTuple):
     values: torch.Tensor | None  # a few values of a sharded gradient, because its version does not show every change
 
     def is_changed(self, p: torch.Tensor) -> bool:
-        """Return whether the parameter's gradient was replaced or changed in place since the start."""
+        """Return whether the parameter's gradient was replaced, or its version shows a change since the start."""
         if p.grad is not self.gradient:
             return True
-        if self.gradient._version != self.version and has_own_version(self.gradient):
-            return True
-        if self.values is None:
-            return False
-        now = scattered_values(p.grad)
-        return not torch.allclose(now, self.values, rtol=0.0, atol=0.0, equal_nan=True)
+        return self.gradient._version != self.version and has_own_version(self.gradient)
+
+    def has_same_values(self) -> torch.Tensor:
+        """Return whether the values are the same, as a tensor on their device."""
+        return torch.isclose(scattered_values(self.gradient), self.values, rtol=0.0, atol=0.0, equal_nan=True).all()
 
 
 def has_own_version(gradient: torch.Tensor) -> bool:
@@ -140,7 +139,7 @@ class OptimizerFrontEnd(FrontEnd):
             )
         if (optimizer := self.owner) is not None:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        self._waiting = Waiting.NOTHING
+        self._waiting, self._sample = Waiting.NOTHING, None
         self.engine.results_cleared()
 
     # -- in backward(): collect --------------------------------------------------------------------------------------
@@ -235,6 +234,9 @@ class OptimizerFrontEnd(FrontEnd):
                 _write_result(p, handed.result)
         self.begin_anew()
         self._waiting = Waiting.RESULTS
+        if not update_follows:
+            gradients = {i: p.grad for i, p in enumerate(self._parameters)}
+            self.keep_sample({i: g for i, g in gradients.items() if g is not None and not g.is_sparse})
 
     def _require_unchanged(self) -> None:
         optimizer = self.owner
@@ -247,11 +249,14 @@ class OptimizerFrontEnd(FrontEnd):
                 self.engine.fail(LayoutError(f"the gradient of {name!r} was cleared while it was exchanged"), index)
             if self._handed[index].is_changed(p):
                 self._fail_changed(index)
+        same = {i: self._handed[i].has_same_values() for i in self._sharded}
+        # Wait for the device once, not for each parameter.
+        if same and not bool(torch.stack(list(same.values())).all()):
+            self._fail_changed(next(i for i, each in same.items() if not each))
 
     def _fail_changed(self, index: int) -> None:
         in_ddp = ddp_over(self._parameters)  # DDP may be built after the wrapping, or even after the first step
-        error = ConfigError(_IN_DDP) if in_ddp else LayoutError(CHANGED.format(self._names[index]))
-        self.engine.fail(error, index)
+        self.engine.fail(ConfigError(_IN_DDP) if in_ddp else changed_gradient(self.engine, index), index)
 
     # -- between two steps -------------------------------------------------------------------------------------------
 
@@ -266,15 +271,20 @@ class OptimizerFrontEnd(FrontEnd):
     def end(self) -> None:
         super().end()
         self.begin_anew()
-        if (optimizer := self.owner) is not None:
-            optimizer.register_step_pre_hook(weakly(self._refuse_step))
+        self.follow_steps()
 
-    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if vars(optimizer).get("synchronize") == self.synchronize:  # elastic jobs remove the methods
-            raise ConfigError(
+    @override
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, closure: Closure | None, names_closure: bool
+    ) -> Closure | None:
+        if self.drives:
+            return super().before_step(optimizer, closure, names_closure)
+        if self.owns(optimizer) and vars(optimizer).get("synchronize") == self.synchronize:
+            raise ConfigError(  # after unwrap() the methods are gone, and there is no error
                 "the compressor of this optimizer was closed, and its gradients are not averaged any more: build a "
                 "new optimizer"
             )
+        return closure
 
     # -- DistributedDataParallel over the same parameters ------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 from torch.serialization import MAP_LOCATION
 from torch.utils._pytree import tree_leaves
 
+from dgc.adapter.agreement import built_together
 from dgc.core.collectives import Transport, gather_values
 from dgc.errors import ConfigError
 from dgc.torch.distributed import TorchJob
@@ -53,7 +54,7 @@ def unpacked(data: Any, map_location: MAP_LOCATION = "cpu") -> Any:
 def gather_packed(transport: Transport, own: np.ndarray, root: int = 0) -> list[np.ndarray]:
     """Return every rank's bytes, (n_r,) uint8, on the rank ``root``, and nothing on the others. Collective."""
     sizes = gather_values(transport, own.size)
-    gathered = [np.empty(size, np.uint8) for size in sizes] if transport.rank == root else []
+    gathered = built_together(transport, lambda: [np.empty(n, np.uint8) for n in sizes if transport.rank == root])
     for start in range(0, max(sizes), _CHUNK):
         chunk = np.zeros(min(_CHUNK, max(sizes) - start), np.uint8)
         chunk[: max(0, own.size - start)] = own[start : start + chunk.size]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +32,10 @@ from dgc.torch.untraced import weakly
 # the groups. In these two cases a state that is loaded before bind() looks like a new one.
 _STEPPED = "stepped_with_compressor"
 
+_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+
 _ADVICE = (
-    "dgc.torch.save_checkpoint() and load_checkpoint() keep both; docs/checkpoints.md shows how Accelerate, Hugging "
+    "dgc.torch.save_checkpoint() and load_checkpoint() keep both; docs/pytorch.md shows how Accelerate, Hugging "
     "Face's Trainer, Lightning, Fabric and torch's distributed checkpoints (RankState) do"
 )
 
@@ -71,11 +74,18 @@ class SavedState:
         self.mark = ""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register hooks on this optimizer's saving and loading; they do not keep this object alive."""
-        optimizer.register_state_dict_pre_hook(weakly(self._before_saving))
-        optimizer.register_state_dict_post_hook(weakly(self._after_saving))
-        optimizer.register_load_state_dict_pre_hook(weakly(self._before_loading))
-        optimizer.register_load_state_dict_post_hook(weakly(self._after_loading))
+        """Register hooks on this optimizer's saving and loading; they do not keep this object alive.
+
+        They replace those of an earlier compressor. They stay after its ``close()``, because its state may be saved.
+        """
+        for hook in _hooks.pop(optimizer, ()):
+            hook.remove()
+        _hooks[optimizer] = [
+            optimizer.register_state_dict_pre_hook(weakly(self._before_saving)),
+            optimizer.register_state_dict_post_hook(weakly(self._after_saving)),
+            optimizer.register_load_state_dict_pre_hook(weakly(self._before_loading)),
+            optimizer.register_load_state_dict_post_hook(weakly(self._after_loading)),
+        ]
 
     def compressor_loaded(self) -> None:
         """Note that the compressor's state was loaded. Call it on all ranks.

@@ -13,27 +13,32 @@ from dgc.torch.horovod import stepping_scaler
 # torch.amp has this class since torch 2.3.
 _Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
 
+Later = Callable[[], torch.Tensor]
+
 
 def read_scale(scaler: Any) -> float | Callable[[], float]:
     """Return the scale of this step's gradients. If the scaler is on a GPU, return a function that waits for it."""
     scale = getattr(scaler, "_scale", None)
     if not (isinstance(scale, torch.Tensor) and scale.is_cuda and scaler.is_enabled()):
         return scaler.get_scale()
-    return _read_later(scale)
+    value = read_later(scale)
+    return lambda: float(value())
 
 
-def _read_later(scale: torch.Tensor) -> Callable[[], float]:
-    """Begin to copy one value from a GPU, and return a function that waits for it without spinning."""
-    host = torch.empty(scale.shape, dtype=scale.dtype, pin_memory=True)
-    host.copy_(scale, non_blocking=True)
+def read_later(tensor: torch.Tensor) -> Later:
+    """Begin to copy a small tensor from a GPU, and return a function that waits for the copy without spinning."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(scale.device))
+    event.record(torch.cuda.current_stream(tensor.device))
 
-    def value() -> float:
+    def copied() -> torch.Tensor:
         event.synchronize()
-        return float(host.item())
+        return host
 
-    return value
+    return copied
 
 
 def steps_by_scaler() -> bool:

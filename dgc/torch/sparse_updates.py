@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.sgd import sgd
 
 from dgc.core.exchange.entries import EntrySum
-from dgc.torch.adoption import updating_class, users_class
+from dgc.torch.adoption import updater_of, updating_class, users_class
 from dgc.torch.tensors import is_sharded, local
 
 # A function that returns why an optimizer needs dense results in a step; None if it does not need them.
@@ -125,7 +125,7 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
             return f"the optimizer is {type(optimizer).__name__}, not torch.optim.SGD"
         everywhere = len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
         hooked = max(everywhere) > 1
-        for stepping in (optimizer, getattr(optimizer, "optim", optimizer)):
+        for stepping in (optimizer, updater_of(optimizer)):
             hooked |= bool(stepping._optimizer_step_pre_hooks or stepping._optimizer_step_post_hooks)
         if hooked:
             return "a hook before or after step() may look at them"
@@ -165,9 +165,9 @@ def _is_of_torch(function: object) -> bool:
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type:
-    """Return the user's class; for a ``ZeroRedundancyOptimizer``, but not for its subclasses, the shards' class."""
+    """Return the user's class, or the class that it declares to update with. A subclass may do more than that."""
     own = users_class(optimizer)
-    return updating_class(optimizer) if "_shards_updates" in vars(own) else own
+    return updating_class(optimizer) if "local_optimizer" in vars(own) else own
 
 
 def _update_entries(run: Sequence[tuple[torch.Tensor, np.ndarray, np.ndarray]], group: dict[str, Any]) -> None:

@@ -319,7 +319,8 @@ class MPITransport(Divisible):
         does = "gives up" if waited > self._limit else "still waits"
         text = (
             f"rank {self._name} {does} in an exchange of gradients: it has waited {waited:.0f} s for a rank that is "
-            "stopped, cut off from the network, out of batches (hvd.join), or busy (an evaluation, a checkpoint). "
+            "stopped, cut off from the network, busy (an evaluation, a checkpoint), or out of batches: with fewer "
+            "batches than others it must call join() of dgc.torch or dgc.tensorflow, not hvd.join(). "
             f"{LIMIT_VARIABLE} is the longest wait in seconds ({_in_seconds(self._limit)}; 0: for ever), "
             f"{WARN_VARIABLE} the wait before a warning ({_in_seconds(self._warn)})"
         )

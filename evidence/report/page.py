@@ -1,4 +1,4 @@
-"""``docs/evidence.md``: written from the results alone, every number and every sentence about numbers."""
+"""``benchmarks/evidence.md``: written from the results alone, every number and every sentence about numbers."""
 
 from __future__ import annotations
 

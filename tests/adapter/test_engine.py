@@ -55,6 +55,7 @@ def test_one_rank_warns_once_in_a_training_of_more_steps_than_the_option_says():
         told, _ = run_ranks(2, one_rank)
     assert told == [0, 0, 0, 1, 1, 1]
     assert "more steps than Compression.dgc(steps=3) says" in str(seen[0].message)
+    assert "on another number of ranks, that is the number of steps made before plus" in str(seen[0].message)
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -65,7 +65,11 @@ def test_ops():
 
 @pytest.mark.parametrize(
     ("value", "op", "text"),
-    [(2.0, "average", "Horovod sums"), (1.0, "sum", "Horovod averages"), (0.5, "average", "joined")],
+    [
+        (2.0, "average", "Horovod sums"),
+        (1.0, "sum", "Horovod averages"),
+        (0.5, "average", "or call join.compression. of dgc.torch or dgc.tensorflow, not"),
+    ],
 )
 def test_placeholders(value, op, text):
     check_placeholder(1.0, op="average", size=2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dgc.adapter.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, coefficient
+from dgc.contrib.paddle import ArgumentError, L1Decay, L2Decay, PaddleOptions, coefficient
 from dgc.core.layout import Parameter, sent_dense
 from dgc.errors import ConfigError
 
@@ -31,7 +31,7 @@ def test_eligibility_is_by_elements_and_type_whatever_the_dimensions():
 def test_defaults_send_whole_values_with_momentum_factor_masking():
     config = options().to_config([])
     assert (config.sparsity, config.values, config.masks) == ((0.999,), "float32", True)
-    assert (config.clip_scope, config.op, config.error_feedback) == ("tensor", "average", True)
+    assert (config.clip_scope, config.op, config.error_feedback) == ("tensor", "average", "auto")
 
 
 def test_momentum_options_reach_the_core():
@@ -79,7 +79,7 @@ def test_momentum_options_reach_the_core():
         (ConfigError, "learning_rate is nan", {"learning_rate": float("nan")}),
         (ConfigError, "learning_rate is '0.1'", {"learning_rate": "0.1"}),
         (ConfigError, "use_nesterov is 2", {"use_nesterov": 2}),
-        (TypeError, "'grad_clip'; .* docs/from-paddle.md", {"codecs": {"grad_clip": 1.0}}),
+        (TypeError, "'grad_clip'; .* docs/elsewhere.md", {"codecs": {"grad_clip": 1.0}}),
         (TypeError, "unknown option 'momentum'", {"codecs": {"momentum": 0.5}}),
     ],
 )

@@ -1,4 +1,4 @@
-"""The TensorFlow lines that docs/from-paddle.md shows, completed with a small model, on two ranks."""
+"""The TensorFlow lines that docs/elsewhere.md shows, completed with a small model, on two ranks."""
 
 import pytest
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 from documented import shown
 from worker_tools import report
 
-build, tape, minimize, of_their_own, fit, _ = shown("from-paddle.md", "Your lines in TensorFlow")
+build, tape, minimize, of_their_own, fit = shown("elsewhere.md", "Paddle's lines in TensorFlow")
 exec(build.replace("num_trainers=4", "num_trainers=2"))
 
 

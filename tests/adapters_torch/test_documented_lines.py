@@ -1,4 +1,4 @@
-"""The lines of get-started.md, tutorial.md, from-paddle.md and from-bagua.md, with a small model, on two ranks."""
+"""The lines of start.md, pytorch.md and elsewhere.md, with a small model, on two ranks."""
 
 import json
 import re
@@ -17,7 +17,7 @@ import torch
 from documented import shown
 from worker_tools import report
 
-(code,) = shown("from-paddle.md", "Your lines in PyTorch")
+(code,) = shown("elsewhere.md", "Paddle's lines in PyTorch")
 code = code.replace("num_trainers=4", "num_trainers=2")
 build, iterate = code.split("optimizer.minimize")
 model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 1))
@@ -36,7 +36,7 @@ import torch
 from documented import shown
 from worker_tools import report
 
-(code,) = shown("from-bagua.md", "Your lines")
+code, _ = shown("elsewhere.md", "Bagua's fused optimizer")
 code = code.replace("import dgc.torch as dgc", "import dgc.torch as dgc; hvd.init()")
 model = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Linear(8, 1))
 loader = [(torch.randn(4, 12), torch.randn(4, 1)) for _ in range(3)]
@@ -50,6 +50,8 @@ report(dgc.is_fused_optimizer(optimizer) and all(p.grad is not None for p in mod
 
 START = """
 from worker_tools import report
+model = torch.nn.Linear(64, 10)
+dgc.broadcast_parameters(model.state_dict())
 scaler = torch.amp.GradScaler("cpu")
 compression = dgc.Compression.dgc(loss_scale=scaler)
 optimizer = dgc.DistributedOptimizer(
@@ -70,8 +72,8 @@ compression.close()
 
 @pytest.mark.mpi
 def test_the_first_lines_under_torchrun_and_those_of_mixed_precision(ranks):
-    (build,) = shown("get-started.md", "PyTorch with torchrun")
-    (scaled,) = shown("get-started.md", "What changes in training")
+    (build,) = shown("start.md", "PyTorch with torchrun")
+    (scaled,) = shown("pytorch.md", "Mixed precision")
     begun = 'dist.init_process_group("gloo")'
     assert begun in build
     build = build.replace(begun, "from adapters_torch import torchrun_tools")  # which living ranks have done
@@ -81,14 +83,14 @@ def test_the_first_lines_under_torchrun_and_those_of_mixed_precision(ranks):
 
 @pytest.mark.mpi
 @pytest.mark.matrix
-def test_the_tutorials_script_goes_on_from_its_checkpoint(tmp_path):
+def test_the_first_script_goes_on_from_its_checkpoint(tmp_path):
     pytest.importorskip("sklearn")
-    (code,) = shown("tutorial.md", "Save and resume")
+    (code,) = shown("start.md", "A first comparison")
     code = code.replace('"run', f'"{tmp_path}/run')
     script = tmp_path / "train.py"
 
     def epochs(count):
-        script.write_text(code.replace("epochs = 20", f"epochs = {count}"))
+        script.write_text(code.replace("epochs, start = 20, 0", f"epochs, start = {count}, 0"))
         output = run_mpi(2, script, launcher="torchrun").stdout
         return dict(re.findall(r"epoch +(\d+): (.*)", output))
 
@@ -108,7 +110,7 @@ def test_one_cell_of_the_notebook_trains_on_two_ranks(tmp_path, monkeypatch, cap
     (code,) = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    exec(code.replace("epochs = 20", "epochs = 2"), {})
+    exec(code.replace("epochs, start = 20, 0", "epochs, start = 2, 0"), {})
     written = capsys.readouterr().out
     assert "epoch  2: accuracy" in written, written
     assert (tmp_path / "run" / "checkpoint.pt").exists()
@@ -125,7 +127,7 @@ def test_the_line_that_declares_an_optimizer():
 
     model = torch.nn.Sequential(torch.nn.Linear(12, 8), torch.nn.Linear(8, 1))
     names = {"dgc": dgc, "model": model, "Lion": Lion}
-    (code,) = shown("from-bagua.md", "Optimizers that are not torch's")
+    _, code = shown("elsewhere.md", "Bagua's fused optimizer")
     exec(code, names)
     model(torch.ones(2, 12)).sum().backward()
     names["optimizer"].fuse_step()

@@ -41,6 +41,7 @@ def test_a_joined_rank_ends_the_job_with_an_error(way, launcher):
     name, text = result.values[0]
     assert name in ("ConfigError", "TransportError", "StallError", "HorovodInternalError"), text
     assert "hvd.join" in text, result.explain()
+    assert re.search(r"dgc\.torch\.join\(compression\)|join\((compression)?\) of dgc\.torch", text), result.explain()
 
 
 DENSIFIED = """

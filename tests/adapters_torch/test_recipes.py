@@ -16,8 +16,8 @@ OTHERS = ("ddp", "accelerate", "trainer", "lightning", "fabric")
 """Short ones, on two ranks; their training loops are cases of the worker, too."""
 
 
-def test_the_examples_hold_the_lines_of_checkpoints_md():
-    blocks = shown("checkpoints.md", "Accelerate, Hugging Face's Trainer, Lightning, Fabric")
+def test_the_examples_hold_the_lines_of_pytorch_md():
+    blocks = shown("pytorch.md", "Accelerate, Trainer, Lightning, Fabric")
     for name, block in zip(("accelerate", "trainer", "lightning", "fabric"), blocks, strict=True):
         code = (REPOSITORY / "examples" / f"{name}_digits.py").read_text()
         lines = list(filter(None, block.splitlines()))

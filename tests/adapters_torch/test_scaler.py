@@ -24,7 +24,7 @@ class Scaler:
 
 def test_a_scale_on_a_gpu_is_read_later(monkeypatch):
     begun = []
-    monkeypatch.setattr(scaler_module, "_read_later", lambda scale: begun.append(scale) or (lambda: 8.0))
+    monkeypatch.setattr(scaler_module, "read_later", lambda scale: begun.append(scale) or (lambda: 8.0))
     scale = torch.full((1,), 4.0).as_subclass(OnGPU)
     later = scaler_module.read_scale(Scaler(scale))
     assert callable(later)

@@ -45,7 +45,11 @@ BAD = [
     ({"small": None}, "small is None; allowed: 'float16', "),
     ({"nesterov": 1}, "nesterov is 1; allowed: True, False or None"),
     ({"momentum_masking": "no"}, "allowed: True, False or None"),
-    ({"error_feedback": 0}, "allowed: True or False"),
+    ({"error_feedback": 0}, "allowed: 'auto', 'step-ahead', 'classic', False"),
+    ({"error_feedback": "step-ahead", "momentum": 0.9}, "momentum: with error_feedback='step-ahead'"),
+    ({"error_feedback": "step-ahead", "op": "sum"}, "averages updates"),
+    ({"error_feedback": "step-ahead", "hierarchical": True}, "does not support hierarchical="),
+    ({"late": True}, "late=True needs error_feedback='step-ahead'"),
     ({"exclude": 3}, "exclude"),
     ({"include": np.zeros(3)}, "include"),
 ]
@@ -116,6 +120,44 @@ def test_each_entry_is_sent_a_hundred_times(steps, density):
     config = make_config({"steps": steps, "momentum": 0.9})
     assert config.sparsity == (pytest.approx(1 - density),)
     assert (config.momentum, config.masks) == (0.9, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "adaptive", "chosen"),
+    [
+        ({}, True, "step-ahead"),
+        ({}, False, "auto"),
+        ({"steps": None}, True, "auto"),
+        ({"error_feedback": "classic"}, True, "classic"),
+        ({"error_feedback": False}, True, False),
+        ({"momentum": 0.0}, True, "auto"),
+        ({"local_grad_clip_norm": 1.0}, True, "auto"),
+        ({"op": "sum"}, True, "auto"),
+        ({"hierarchical": True}, True, "auto"),
+    ],
+)
+def test_step_ahead_is_chosen_with_steps_and_an_adaptive_optimizer(options, adaptive, chosen):
+    config = make_config({"steps": 100, **options})
+    suited = config.suited(adaptive, steps_ahead=True)
+    assert suited.error_feedback == chosen
+    assert suited.steps_ahead == (chosen == "step-ahead")
+    assert not config.suited(adaptive).steps_ahead, "the adapter cannot exchange updates"
+
+
+@pytest.mark.parametrize(("ranks", "density"), [(1, 0.035), (2, 0.035), (4, 0.035), (5, 0.1), (100, 0.1)])
+def test_step_ahead_sends_more_on_many_ranks(ranks, density):
+    config = make_config({"steps": 100}).suited(True, steps_ahead=True).on_ranks(ranks)
+    assert config.sparsity == pytest.approx((1 - density,))
+
+
+def test_only_what_steps_chooses_for_step_ahead_depends_on_the_ranks():
+    ahead = {"error_feedback": "step-ahead"}
+    for config in (
+        make_config({"steps": 100}).suited(True),
+        make_config({"steps": 100, **ahead}).suited(False),
+        make_config({"sparsity": 0.99, **ahead}).suited(True),
+    ):
+        assert config.on_ranks(8) is config
 
 
 def test_what_is_given_beside_it_stays():

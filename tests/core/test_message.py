@@ -5,7 +5,7 @@ import pytest
 
 from dgc import errors
 from dgc.core.compressors import make_config
-from dgc.core.exchange.encoders import entry_plan
+from dgc.core.exchange.choice import entry_plan
 from dgc.core.layout import Parameter, make_layout
 from dgc.core.message import HEADER_BYTES, MIN_MESSAGE_BYTES, Flags, Incoming, Messages, RemoteFailure
 from dgc.transport.local import run_ranks
@@ -22,23 +22,23 @@ PLAN, DENSE = (
 def entries_of(rank):
     """What a rank sends: positions, values, dense vector."""
     rng = np.random.default_rng(rank)
-    positions = np.sort(rng.choice(2000, sum(PLAN.ks) - rank, replace=False))
-    return positions, rng.standard_normal(positions.size).astype(np.float32), rng.standard_normal(PLAN.vector_size)
+    positions = np.sort(rng.choice(2000, PLAN.form.count - rank, replace=False))
+    return positions, rng.standard_normal(positions.size).astype(np.float32), rng.standard_normal(PLAN.vector.size)
 
 
-def write(sender, rank, step=STEP, fingerprint=5, plan=PLAN, joined=0):
+def write(sender, rank, step=STEP, fingerprint=5, joined=0):
     positions, values, vector = entries_of(rank)
-    sender.start(plan, step, fingerprint)
-    plan.codec.encode(positions, values, sender.payload)
-    sender.inline(vector.astype(np.float32))
+    sender.start(step, fingerprint)
+    PLAN.encoder.codec.encode(positions, values, sender.payload)
+    sender.inline[:] = vector.astype(np.float32).view(np.uint8)
     sender.finish(count=len(positions), nonfinite=rank == 1, joined=joined)
 
 
-def exchanged(act):
+def exchanged(act, form=PLAN.form):
     """What each rank received, or its error, when ``act(sender, rank)`` wrote its message."""
 
     def one_rank(transport):
-        sender = Messages(BUCKET, transport)
+        sender = Messages(form, BUCKET, transport)
         act(sender, transport.rank)
         sender.exchange()
         try:
@@ -50,12 +50,12 @@ def exchanged(act):
 
 
 def test_all_ranks_read_what_each_one_wrote():
-    assert PLAN.inline
+    assert PLAN.vector.is_inline
     for received in exchanged(write):
         assert [message.sender for message in received] == list(range(RANKS))
         for rank, message in enumerate(received):
             positions, values, vector = entries_of(rank)
-            found = PLAN.codec.decode(message.payload, message.count)
+            found = PLAN.encoder.codec.decode(message.payload, message.count)
             np.testing.assert_array_equal(found[0], positions)
             np.testing.assert_array_equal(found[1], values)
             np.testing.assert_array_equal(message.inline.view(np.float32), vector.astype(np.float32))
@@ -99,18 +99,18 @@ def test_a_long_error_is_cut_wherever_the_message_ends():
     """Letters of two bytes: one is cut in its middle."""
 
     def act(sender, rank):
-        sender.start(DENSE, STEP, 5)
+        sender.start(STEP, 5)
         sender.write_error(errors.ConfigError("ä" * 10_000), None)
 
-    for received in exchanged(act):
+    for received in exchanged(act, DENSE.form):
         text = str(received.error).removeprefix("rank 0 failed in step 7: ")
         assert set(text) <= {"ä", "\ufffd"}
-        assert text.count("ä") == (max(MIN_MESSAGE_BYTES, DENSE.message_bytes) - HEADER_BYTES - 1) // 2
+        assert text.count("ä") == (max(MIN_MESSAGE_BYTES, DENSE.form.nbytes) - HEADER_BYTES - 1) // 2
 
 
 def test_a_shorter_error_shows_nothing_of_the_message_before():
     def act(sender, rank):
-        sender.start(PLAN, STEP, 5)
+        sender.start(STEP, 5)
         sender.payload[:] = ord("x")
         sender.write_error(errors.ConfigError("short"), None)
 
@@ -119,7 +119,7 @@ def test_a_shorter_error_shows_nothing_of_the_message_before():
 
 def test_other_options_on_one_rank_are_an_error_that_says_what_to_do():
     found = exchanged(lambda sender, rank: write(sender, rank, fingerprint=5 + (rank == 2)))
-    assert all(type(error) is errors.ConfigError for error in found)
+    assert all(isinstance(error, errors.ConfigError) for error in found)
     for error, other in zip(found, (2, 2, 0), strict=True):
         assert f"rank {other} and rank" in str(error)
         assert "load a checkpoint on all ranks" in str(error)
@@ -133,7 +133,7 @@ def test_options_of_a_rank_that_has_joined_are_not_compared():
 
     for received in exchanged(joins):
         assert [message.joined for message in received] == [Flags.JOINED, 0, 0]
-    for error in exchanged(lambda sender, rank: joins(sender, rank, others=5 + rank))[1:]:
+    for error in exchanged(lambda sender, rank: joins(sender, rank, others=5 + rank)):
         assert "rank 1 and rank 2 disagree" in str(error) or "rank 2 and rank 1 disagree" in str(error)
     assert all("step 8" in str(error) for error in exchanged(lambda sender, rank: joins(sender, rank, step=8))[1:])
 
@@ -153,6 +153,5 @@ def test_a_message_of_another_step_is_refused():
 def test_a_damaged_message_is_named_by_its_sender_and_bucket():
     nothing = np.empty(0, np.uint8)
     message = Incoming(2, "rank 2 for bucket 4", 0, False, nothing, nothing, nothing, 0)
-    error = message.damaged(errors.LayoutError("too short"))
-    assert type(error) is errors.WireError
-    assert str(error) == "message of rank 2 for bucket 4: too short"
+    with pytest.raises(errors.WireError, match=r"^message of rank 2 for bucket 4: too short$"), message.blamed():
+        raise errors.LayoutError("too short")

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import numpy as np
 import pytest
@@ -105,6 +106,38 @@ def test_a_damaged_state_is_refused_before_anything_is_changed(name):
                 np.testing.assert_array_equal(after["parameters"][parameter][key], values)
 
     on_ranks(2, steps, sparsity=0.9)
+
+
+@pytest.mark.parametrize("key", ["u", "v", "error", "w", "v + w", "error + w"])
+def test_a_value_that_is_infinite_in_the_type_that_holds_it_is_refused(key):
+    """It is finite in the saved type, or each of two is that a rank adds up."""
+    name = DENSE if "error" in key else SPARSE
+
+    def steps(exchange, rank):
+        run_step(exchange, gradients(0, rank))
+        before = exchange.state_dict()
+        saved, parts = before, key.split(" + ")
+        for part in parts:
+            values = np.zeros(before["parameters"][name]["u"].size, np.float64)
+            values[3] = 1e300 if len(parts) == 1 else 3e38
+            saved = changed(saved, name, part, values)
+        with pytest.raises(LayoutError, match=rf"the saved {re.escape(key)} of {name!r} holds 1 values that are not"):
+            exchange.load_state_dict(saved)
+        np.testing.assert_array_equal(
+            exchange.state.to_dict()["parameters"][name]["u"], before["parameters"][name]["u"]
+        )
+
+    on_ranks(2, steps, sparsity=0.9, small="int8")
+
+
+def test_a_state_in_float64_is_held_in_float64_where_the_parameter_is():
+    def steps(exchange, rank):
+        run_step(exchange, gradients(0, rank, dtype="float64"))
+        saved = changed(exchange.state_dict(), DENSE, "u", np.full(33, 1e300))
+        exchange.load_state_dict(saved)
+        return exchange.state.to_dict()["parameters"][DENSE]["u"][0]
+
+    assert on_ranks(2, steps, dtype="float64", sparsity=0.9, momentum=0.9) == [1e300] * 2
 
 
 def test_a_loaded_state_without_thresholds_forgets_those_of_before():

@@ -97,6 +97,20 @@ def test_the_installed_package_is_the_one_from_the_wheel(elsewhere, python):
     assert Path(elsewhere("-c", code).strip()).is_relative_to(python.parent.parent)
 
 
+@pytest.mark.parametrize("ours_is_last", [True, False])
+def test_the_other_project_named_dgc_is_an_error_at_import(wheel, tmp_path, ours_is_last):
+    """Its files and ours in one folder: what is imported is the ``__init__`` of the one that was installed last."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    (tmp_path / "dgc" / "vade.py").touch()
+    if not ours_is_last:
+        (tmp_path / "dgc" / "__init__.py").write_text("")
+    command = [sys.executable, "-c", "import dgc.torch"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "ImportError: the package named dgc on PyPI, another project, is installed" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [

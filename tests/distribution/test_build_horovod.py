@@ -13,9 +13,9 @@ import pytest
 from launch_tools import runs
 
 import dgc
-from dgc import build_horovod
 from dgc.__main__ import main
-from dgc.build_horovod import BuildError, Edit, Toolchain, cache_key, environment_bin
+from dgc.contrib import build_horovod
+from dgc.contrib.build_horovod import BuildError, Edit, Toolchain, cache_key, environment_bin
 
 EDIT = Edit("CMakeLists.txt", "set(STANDARD 14)", "set(STANDARD 17)", "a test")
 
@@ -97,7 +97,7 @@ def test_the_key_follows_edits_and_the_users_build_options():
 
 
 def test_a_second_build_waits_for_the_first(tmp_path):
-    code = "import sys, pathlib\nfrom dgc import build_horovod\n"
+    code = "import sys, pathlib\nfrom dgc.contrib import build_horovod\n"
     code += "with build_horovod.locked(pathlib.Path(sys.argv[1])):\n  print('has it')\n"
     with (tmp_path / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -211,7 +211,7 @@ def test_an_interruption_ends_what_was_started(tmp_path):
     middle = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     code = f"""
 import pathlib, signal, sys
-from dgc import build_horovod
+from dgc.contrib import build_horovod
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 build_horovod.run_logged("A test", [sys.executable, "-c", {middle!r}], pathlib.Path(sys.argv[1]))
 """
@@ -285,3 +285,29 @@ def test_a_wheel_is_built_once_and_found_after_that(tmp_path, monkeypatch, capsy
         assert f"Other users may write to {path}" in capsys.readouterr().err
         path.chmod(0o755)
     assert done[3:] == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "arguments", "told"),
+    [
+        ({"torch": "2.13.0", "tensorflow": None}, [], ["tensorflow"]),
+        ({"torch": None, "tensorflow": "2.21.0"}, [], ["torch"]),
+        ({"torch": "2.13.0", "tensorflow": "2.21.0"}, [], []),
+        ({"torch": "2.13.0", "tensorflow": None}, ["--without", "tensorflow"], []),
+    ],
+)
+def test_a_framework_that_is_not_installed_is_named_with_what_to_do(
+    installed, arguments, told, tmp_path, monkeypatch, capsys
+):
+    def build(tools, log):
+        wheel = log.with_name("horovod-0.28.1-test.whl")
+        wheel.touch()
+        return wheel
+
+    monkeypatch.setattr(build_horovod, "detect", lambda without, jobs: make_toolchain(**installed))
+    monkeypatch.setattr(build_horovod, "build", build)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(["build-horovod", "--cache-dir", str(tmp_path), *arguments]) == 0
+    said = capsys.readouterr().err
+    found = re.findall(r"Note: (\w+) is not installed.* run (\S+ -m pip install \w+), and start again", said)
+    assert found == [(name, f"{sys.executable} -m pip install {name}") for name in told]

@@ -62,6 +62,7 @@ def doctor(tmp_path, monkeypatch):
 def test_a_healthy_environment(doctor):
     status, report = doctor()
     assert (status, report["findings"]) == (0, [])
+    assert report["found"]["horovod.tensorflow"] == {"missing": True}, "as TensorFlow is"
     assert "mpi4py, because Horovod runs on the same MPI" in report["uses"]["transport"]
     assert report["uses"]["kernels"] == "Numba"
     assert report["uses"]["device"].startswith("CPU")

@@ -10,8 +10,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 METHODS = {
-    "dense": "dense", "dense DDP": "dense", "fp16": "fp16", "PowerSGD, rank 1": "powersgd-1",
-    "PowerSGD, rank 4": "powersgd-4", "dgc": "dgc", "dgc, hook": "dgc-hook", "dgc's optimizer, without DDP": "dgc",
+    "dense": "dense", "fp16": "fp16", "PowerSGD, rank 1": "powersgd-1", "PowerSGD, rank 4": "powersgd-4", "dgc": "dgc",
+    "dgc, hook": "dgc-hook",
 }  # fmt: skip
 
 
@@ -40,46 +40,45 @@ def numbers(text):
 
 
 def test_the_same_model_beside_pytorchs_hooks():
-    """In milliseconds, in five places; and the kB and accuracies of the tables."""
+    """Milliseconds, kB and accuracies of the results, and README's accuracies."""
     rows = rows_of("powersgd")
     times = {(r["model"], r["rate"], r["method"]): 1000 * r["seconds"] for r in rows if "rate" in r}
     sent = {(r["model"], r["method"]): r["bytes"] / 1000 for r in rows if r.get("rate") == "100mbit"}
     accuracies = {(r["model"], r["method"]): r["accuracy"] for r in rows if "accuracy" in r}
-    (full,) = table_with("docs/performance.md", "PowerSGD, rank 4", "dgc, hook")
-    (short,) = table_with("docs/coming-from.md", "PowerSGD, rank 4", "dgc, hook")
-    for (_, given), model_at in ((full, (0, 4)), (short, (0, 2))):
-        rates = ("10gbit", "1gbit", "100mbit") if given is full[1] else ("1gbit",)
-        for name, cells in given.items():
-            method = METHODS[name]
-            for at, model in zip(model_at, ("mlp", "lstm"), strict=True):
-                expected = [times[model, rate, method] for rate in rates] + [sent[model, method]]
-                found = [number for cell in cells[at : at + len(expected)] for number in numbers(cell)]
-                assert found == pytest.approx(expected, abs=0.6), (name, model)
-            found = [number for cell in cells[-2:] for number in numbers(cell)]
-            expected = [accuracies[f"digits, {kind}", method] for kind in ("CNN", "LSTM")]
-            assert found == pytest.approx(expected, abs=0.06), name
-    dense, hook, own = (f"{times['mlp', '1gbit', method]:.0f} ms" for method in ("dense", "dgc-hook", "dgc"))
-    sentence = (
-        f"{dense} a step with dense `DistributedDataParallel`, {hook} with dgc's hook and {own} with dgc's optimizer"
-    )
-    assert sentence in text_of("README.md")
-    assert sentence in text_of("docs/index.md")
-    assert f"a step took {own} with the optimizer, {hook} with the hook, and {dense} with dense DDP" in text_of(
-        "docs/faq.md"
-    )
+    ((_, given),) = table_with("docs/results.md", *METHODS)
+    for name, cells in given.items():
+        method = METHODS[name]
+        for at, model in ((0, "mlp"), (4, "lstm")):
+            expected = [times[model, rate, method] for rate in ("10gbit", "1gbit", "100mbit")] + [sent[model, method]]
+            found = [number for cell in cells[at : at + len(expected)] for number in numbers(cell)]
+            assert found == pytest.approx(expected, abs=0.6), (name, model)
+        found = [number for cell in cells[-2:] for number in numbers(cell)]
+        expected = [accuracies[f"digits, {kind}", method] for kind in ("CNN", "LSTM")]
+        assert found == pytest.approx(expected, abs=0.06), name
+    for kind in ("CNN", "LSTM"):
+        dense, ours, hook = (accuracies[f"digits, {kind}", method] for method in ("dense", "dgc", "dgc-hook"))
+        assert ours == hook
+        assert f"| {kind} for digits, SGD, accuracy | 2 | 840 | {dense:.1f} % | {ours:.1f} % |" in text_of("README.md")
 
 
-def test_the_results_of_readme_are_those_of_the_trainings():
-    """``make evidence`` writes evidence.md from the results."""
-    sections = text_of("docs/evidence.md").replace(" %", "").split("## ")
-    (table,) = [rows for heads, rows in tables("README.md") if heads[-1] == "fewer bytes"]
-    assert len(table) >= 7
-    for name, (_, dense, dgc, fewer) in table.items():
-        mean = dgc.replace("(one seed)", "").replace(" %", "").strip()
-        wanted = [f"| dense | {dense.replace(' %', '')} |", f"| {mean} |", f"| {fewer} |"]
+def test_trainings_with_sgd():
+    """``make evidence`` writes evidence.md from the results; the rows of the pages are its rows."""
+    sections = text_of("benchmarks/evidence.md").replace(" %", "").split("## ")
+    ((_, table),) = [(heads, rows) for heads, rows in tables("docs/results.md") if "99.9 %" in heads]
+    found = []
+    for name, (_, dense, whole, fewer, steps, fewer_steps) in table.items():
+        found += [(name, dense, each, ratio) for each, ratio in ((whole, fewer), (steps, fewer_steps)) if each]
+    ((_, readme),) = table_with("README.md", "CNN for digits, SGD, accuracy")
+    speech = "bidirectional LSTM for speech, SGD, letters wrong"
+    found.append((speech, *readme[speech][2:]))
+    assert len(found) == 7
+    for name, dense, ours, fewer in found:
+        said = [each.replace(" (one seed)", "").replace(" %", "") for each in (dense, ours)]
+        wanted = [f"| dense | {said[0]} |", f"| {said[1]} |", f"| {fewer} |"]
         assert any(all(text in section for text in wanted) for section in sections), name
 
 
+LONG = "benchmarks/results/README.md"
 SECTIONS = {
     "adaptive-gpt": ("GPT", "loss", 3),
     "adaptive-table": ("Tabular", "loss", 3),
@@ -94,7 +93,7 @@ def test_trainings_with_adamw(result):
     found = {}
     for row in rows_of(result):
         found.setdefault((row["setting"], row["steps"]), []).append(round(row[figure], digits))
-    ((heads, short),) = table_with("docs/adamw.md", "dense, every seed")
+    ((heads, short),) = table_with(LONG, "dense, every seed")
     (column,) = [i for i, head in enumerate(heads) if head.startswith(kind)]
     (steps,) = numbers(heads[column])
     settings = {"dense, every seed": "dense", "`steps=`, every seed": "steps", "PowerSGD, rank 4": "powersgd=4"}
@@ -103,9 +102,9 @@ def test_trainings_with_adamw(result):
         assert said == found[setting, int(steps)], (name, kind)
     longer = [
         (name, cells)
-        for _, rows in tables("docs/adamw.md")
+        for _, rows in tables(LONG)
         for name, cells in rows.items()
-        if name.startswith(kind + ",")
+        if re.match(rf"{kind}, [\d,]+ steps", name)
     ]
     assert len(longer) == 2
     for name, cells in longer:
@@ -117,37 +116,227 @@ def test_trainings_with_adamw(result):
 def test_the_larger_gpt():
     rows = {row["setting"]: row for row in rows_of("adaptive-gpt-10m") if row["steps"] == 2000}
     dense, ours, theirs = (rows[name] for name in ("dense", "steps,values=int2", "powersgd=4"))
-    said = text_of("docs/adamw.md")
+    said = text_of(LONG)
     assert f"Dense ends at {dense['loss']:.3f} nats a byte" in said
     assert f"`steps=` at {ours['loss']:.3f} with {ours['fewer']:.0f} times fewer bytes" in said
     assert f"PowerSGD of rank 4 at {theirs['loss']:.3f} with {theirs['fewer']:.0f} times fewer" in said
     largest = {row["setting"]: row["loss"] for row in rows_of("adaptive-gpt-19m") if row["steps"] == 1000}
-    assert f"| 1,000 | {largest['steps'] / largest['dense'] - 1:+.1%} |".replace("%", " %") in said
     assert f"ended at {largest['steps']:.3f} after 1,000 steps" in said
     assert f"dense training at {largest['dense']:.3f}." in said
+    behind = [distance(name) for name in ("adaptive-gpt-10m", "adaptive-gpt-19m")]
+    page, readme = text_of("docs/results.md"), text_of("README.md")
+    for steps, far in zip(("600", "1,000"), behind, strict=True):
+        assert f"one seed | {steps} | {far:+.1f} % |" in page
+    assert f"ended {behind[0]:.1f} and {behind[1]:.1f} % behind" in readme
+    assert f"{behind[0]:.1f} % behind at 10.8 million parameters, {behind[1]:.1f} % at 19.5 million" in page
+
+
+def distance(result):
+    """How many percent the loss with ``steps=`` is above the dense one, in the longest training that has both."""
+    losses = {(row["setting"], row["steps"]): row["loss"] for row in rows_of(result)}
+    steps = max(steps for setting, steps in losses if setting == "steps" and ("dense", steps) in losses)
+    return 100 * (losses["steps", steps] / losses["dense", steps] - 1)
 
 
 AGAINST = {
     "dense": "dense", "16 bits": "fp16", "PowerSGD, rank 4": "powersgd=4", "PowerSGD, rank 32": "powersgd=32",
-    "1-bit Adam's method (ours)": "onebit=0.15", "dgc, `steps=`": "steps",
+    "1-bit Adam's method (ours)": "onebit=0.15", "dgc, `steps=`, classic": "steps", "dgc, `steps=`": "ahead",
 }  # fmt: skip
 
 
 def test_the_alternatives_with_adamw():
-    """Losses of two models; seconds are the processor's and those of the bytes on a link that carries 94 %."""
-    ((heads, said),) = table_with("docs/coming-from.md", *AGAINST)
+    """Losses of two models, and the medians of the seconds of a step."""
+    ((heads, said),) = table_with("docs/results.md", *AGAINST)
     assert heads[-2:] == ["1 Gbit/s", "100 Mbit/s"]
     trained = [row for row in rows_of("adaptive-gpt") if row["steps"] == 1200]
-    larger = {row["setting"]: row for row in rows_of("adaptive-gpt-10m") if row["steps"] == 600}
-    steps = {row["setting"].partition("=0.")[0]: row for row in rows_of("adaptive-gpt-10m-steps")}
+    both = [*rows_of("adaptive-gpt-10m"), *rows_of("step-ahead-gpt-10m")]
+    larger = {row["setting"]: row for row in both if row["steps"] == 600}
+    runs = {}
+    for row in rows_of("adaptive-gpt-10m-steps"):
+        runs.setdefault((row["setting"].partition("=0.")[0], row["rate"]), []).append(row)
     for name, setting in AGAINST.items():
-        (loss,), (loss_of_larger,), (fewer,), (sent,), *seconds = map(numbers, said[name])
+        small, (loss_of_larger,), (fewer,), (sent,), *seconds = map(numbers, said[name])
         rows = [row for row in trained if row["setting"] == setting and row["seed"] < 3]
-        step = steps[setting.partition("=0.")[0]]
-        assert len(rows) == 3, name
-        assert loss == round(statistics.fmean(row["loss"] for row in rows), 3), name
+        assert len(rows) == (0 if setting == "ahead" else 3), name
+        assert small == ([round(statistics.fmean(row["loss"] for row in rows), 3)] if rows else []), name
         assert loss_of_larger == round(larger[setting]["loss"], 3), name
         assert fewer == pytest.approx(larger[setting]["fewer"], abs=0.5), name
-        assert sent == pytest.approx(step["step_bytes"] / 1e6, abs=0.051 if sent > 9 else 0.0051), name
-        expected = [step["processor"] + step["step_bytes"] * 8 / (0.94 * rate) for rate in (1e9, 1e8)]
+        timed = [runs[setting.partition("=0.")[0], rate] for rate in ("1gbit", "100mbit")]
+        assert sent == pytest.approx(timed[0][0]["step_bytes"] / 1e6, abs=0.051 if sent > 9 else 0.0051), name
+        expected = [statistics.median(row["step"] for row in each) for each in timed]
         assert [second for (second,) in seconds] == pytest.approx(expected, abs=0.0051), name
+    ((_, short),) = table_with("README.md", "dense", "16 bits")
+    assert len(short) >= 4
+    for name, cells in short.items():
+        assert cells == said[name][-3:], name
+
+
+DISTANCES = {
+    "a GPT of 0.37 M parameters, rate 0.002": ("adaptive-gpt", ",lr=0.002", (1200,)),
+    "a GPT of 0.4 M parameters": ("adaptive-gpt-plain", "", (300, 1000)),
+    "a GPT of 10.8 M parameters": ("adaptive-gpt-10m", "", (600,)),
+    "a GPT of 19.5 M parameters": ("adaptive-gpt-19m", "", (1000,)),
+    "tabular regression": ("adaptive-table", "", (1000,)),
+}
+
+
+def test_distances_from_dense_with_classic_error_feedback():
+    """Of the means of the seeds that both have."""
+    ((_, table),) = [(heads, rows) for heads, rows in tables("docs/results.md") if "distance from dense" in heads]
+    for name, (result, suffix, steps) in DISTANCES.items():
+        (cells,) = [cells for first, cells in table.items() if first.startswith(name)]
+        rows = rows_of(result)
+        for said, count in zip(cells[1].split(";"), steps, strict=True):
+            means = [
+                statistics.fmean(r["loss"] for r in rows if (r["setting"], r["steps"]) == (setting + suffix, count))
+                for setting in ("dense", "steps")
+            ]
+            assert said.strip() == f"{100 * (means[1] / means[0] - 1):+.1f} %", (name, count)
+        fewer = {round(r["fewer"]) for r in rows if r["setting"] == "steps"}
+        assert fewer == {int(cells[2])}, name
+    readings = {setting: [] for setting in ("dense", "steps")}
+    for row in rows_of("adaptive-vit"):
+        if row["steps"] == 1000 and row["setting"] in readings:
+            readings[row["setting"]].append(row["accuracy"])
+    gain = statistics.fmean(readings["steps"]) - statistics.fmean(readings["dense"])
+    (cells,) = [cells for first, cells in table.items() if first.startswith("a ViT")]
+    assert cells[1] == f"{gain:+.1f} points"
+
+
+def test_steps_beside_those_without_exchange():
+    names = {
+        "plain, ranks meet before each update": "none-meeting", "dgc, our wrapper": "dgc-b",
+        "dgc, Horovod's wrapper": "dgc-a",
+    }  # fmt: skip
+    ((_, table),) = table_with("docs/results.md", *names)
+    for column, model in enumerate(("mlp", "lstm", "resnet50")):
+        rows = {row["method"]: row for row in rows_of(f"end-to-end-{model}")}
+        assert table["plain momentum SGD, no exchange"][column] == f"{1000 * rows['none']['seconds']:.1f} ms"
+        for name, method in names.items():
+            middle, least, most = rows[method]["ratio_to_none"]
+            assert table[name][column] == f"{middle:.2f} ({least:.2f} to {most:.2f})", (name, model)
+
+
+def test_steps_of_sixteen_hosts():
+    names = {
+        "nothing is sent, ranks meet": "none-meeting", "dense (Horovod)": "dense", "0.1 %, gathered": "gather-0.1",
+        "0.1 %, owners add up": "auto-0.1", "5 %, gathered": "gather-5", "5 %, owners add up": "auto-5",
+    }  # fmt: skip
+    ((_, table),) = table_with("docs/results.md", *names)
+    times = {(row["rate"], row["method"]): f"{1000 * row['seconds']:,.0f}" for row in rows_of("many-ranks-time")}
+    for name, method in names.items():
+        assert table[name][:2] == [times["1gbit", method], times["100mbit", method]], name
+
+
+def test_traffic_on_many_ranks():
+    rows = json.loads((RESULTS / "many-ranks-bytes.json").read_text())
+    found = {(r["density"], r["ranks"]): r for r in rows if r["model"] == "resnet50"}
+    ((_, table),) = table_with("docs/options.md", "64", "1,024")
+    for ranks, (dense, *cells) in table.items():
+        for cell, (density, way) in zip(
+            cells, [(each, way) for each in (0.001, 1 / 64) for way in ("auto", "gather")], strict=True
+        ):
+            row = found[density, int(ranks.replace(",", ""))]
+            megabytes, fewer = numbers(cell.replace("x fewer", ""))
+            assert numbers(dense) == [pytest.approx(row["dense"] / 1e6, abs=0.51)], ranks
+            assert megabytes == pytest.approx(row[way] / 1e6, rel=0.07), (ranks, way)
+            assert fewer == pytest.approx(row["dense"] / row[way], rel=0.06, abs=0.5), (ranks, way)
+
+
+def test_times_inside_the_compressor():
+    page = text_of("docs/results.md")
+    rows = {(row["case"], row["density"]): row for row in rows_of("compress-resnet50")}
+    bare, ours, more, topk, topk_more = (
+        rows[case]
+        for case in (
+            ("bare update", 0.001),
+            ("plain", 0.001),
+            ("plain", 0.01),
+            ("torch.topk", 0.001),
+            ("torch.topk", 0.01),
+        )
+    )
+    assert f"takes {ours['ratio']:.2f} times the bare update" in page
+    assert f"on one thread ({bare['milliseconds']:.1f} ms), and {more['ratio']:.2f} times at 1 %" in page
+    assert f"takes {topk['ratio']:.1f} and {topk_more['ratio']:.1f} times" in page
+    times = json.loads((RESULTS / "tensorflow-adapter.json").read_text())["milliseconds"]
+    assert f"takes {times['core']:.1f} ms, and {times['graph']:.1f} ms called from a graph" in page
+
+
+SHOWN = {
+    "dense": "dense", "step-ahead, `steps=400`": "ahead", "the same with `late=True`": "ahead,late=1",
+    "classic, `steps=400`": "steps",
+}  # fmt: skip
+
+
+def test_step_ahead_beside_dense_and_classic():
+    """The table of the results, by seed, and the row of README."""
+    rows = rows_of("step-ahead-gpt-64")
+    found = {setting: [row for row in rows if row["setting"] == setting] for setting in SHOWN.values()}
+    ((_, said),) = table_with("docs/results.md", *SHOWN)
+    for name, setting in SHOWN.items():
+        losses = ", ".join(f"{row['loss']:.3f}" for row in found[setting])
+        assert said[name] == [losses, f"{found[setting][0]['fewer']:.0f}"], name
+    for result, task, figure, digits in (("table", "tabular", "loss", 3), ("vit", "a ViT", "accuracy", 1)):
+        rows = rows_of(f"step-ahead-{result}")
+        ((_, others),) = table_with("docs/results.md", "tabular regression, 1,500 steps, loss")
+        (cells,) = [cells for name, cells in others.items() if name.startswith(task)]
+        for cell, setting in zip(cells, ("dense", "ahead", "steps"), strict=True):
+            assert numbers(cell) == [round(row[figure], digits) for row in rows if row["setting"] == setting], task
+    ((_, settings),) = table_with("docs/results.md", "the small GPT with Lion, two ranks of 32 sequences")
+    small, large = rows_of("step-ahead-gpt-64"), [*rows_of("adaptive-gpt-10m"), *rows_of("step-ahead-gpt-10m")]
+    for name, words, among in (
+        ("a GPT of 10.8 M", ("dense", "ahead", "steps"), [row for row in large if row["steps"] == 600]),
+        ("the small GPT with Lion", ("dense", "ahead"), rows_of("step-ahead-gpt-64-lion")),
+        ("the small GPT with RMSprop", ("dense", "ahead"), rows_of("step-ahead-gpt-64-rmsprop")),
+        ("the small GPT, resumed", ("dense", "ahead,saved=1"), small),
+    ):
+        (cells,) = [cells for each, cells in settings.items() if each.startswith(name)]
+        losses = {row["setting"]: row["loss"] for row in among if row["seed"] == 0}
+        assert [float(cell) for cell in cells[: len(words)]] == [round(losses[word], 3) for word in words], name
+    readme = text_of("README.md")
+    first = {row["setting"]: row for row in large if row["steps"] == 600}
+    losses = " | ".join(f"{first[word]['loss']:.3f}" for word in ("dense", "ahead"))
+    assert f"| 2 | 600 | {losses} | {first['ahead']['fewer']:.0f}x |" in readme
+    dense, ahead = (statistics.fmean(row["loss"] for row in found[setting]) for setting in ("dense", "ahead"))
+    assert f"| 2 | 400 | {dense:.3f} | {ahead:.3f} | {found['ahead'][0]['fewer']:.0f}x |" in readme
+    first, classic = (found[setting][0]["loss"] for setting in ("dense", "steps"))
+    behind = 100 * (classic / first - 1)
+    assert f"ended at {classic:.3f} instead of {first:.3f}, {behind:.0f} % behind dense" in readme
+
+
+def test_step_ahead_on_four_ranks():
+    rows = rows_of("step-ahead-gpt-4-ranks")
+    losses = {row["setting"]: [each["loss"] for each in rows if each["setting"] == row["setting"]] for row in rows}
+    page = text_of("docs/results.md")
+    said = " | ".join(", ".join(f"{loss:.3f}" for loss in losses[word]) for word in ("dense", "ahead"))
+    assert f"four ranks of 16 sequences, two seeds | {said} |" in page
+    dense, *both = (statistics.fmean(losses[word]) for word in ("dense", "ahead", "ahead,density=0.07"))
+    assert {f"{100 * (each / dense - 1):.1f}" for each in both} == {"1.9"}
+    assert "**On four ranks** it ends 1.9 % behind dense on average" in page
+
+
+def test_step_ahead_on_eight_ranks():
+    rows = sorted(rows_of("step-ahead-gpt-8-ranks"), key=lambda row: row["seed"])
+    losses = {row["setting"]: [each["loss"] for each in rows if each["setting"] == row["setting"]] for row in rows}
+    page, readme = text_of("docs/results.md"), text_of("README.md")
+    said = " | ".join(", ".join(f"{loss:.3f}" for loss in losses[word]) for word in ("dense", "ahead", "steps"))
+    assert f"eight ranks of 8 sequences, three seeds | {said} |" in page
+    dense, ahead = (statistics.fmean(losses[word]) for word in ("dense", "ahead"))
+    (fewer,) = {f"{row['fewer']:.0f}" for row in rows if row["setting"] == "ahead"}
+    assert f"{fewer} times fewer bytes, and ends {100 * (ahead / dense - 1):.1f} % behind dense on average" in page
+    assert f"With 3.5 % it ended at {losses['ahead,density=0.035'][0]:.3f}" in page
+    assert f"| 8 | 400 | {dense:.3f} | {ahead:.3f} | {fewer}x |" in readme
+
+
+def test_step_ahead_with_sgd():
+    page = text_of("docs/results.md")
+    for task, text in (
+        ("lstm", "an LSTM ended at a loss of {:.3f}, with `steps=` at {:.3f} and dense at {:.3f}"),
+        ("cnn", "A CNN ended at {:.3f}, with `steps=` at {:.3f} and dense at {:.3f}"),
+    ):
+        rows = rows_of(f"step-ahead-{task}")
+        words = ("ahead,density=0.01", "steps", "dense")
+        means = [statistics.fmean(row["loss"] for row in rows if row["setting"] == word) for word in words]
+        assert text.format(*means) in page
+        assert {round(row["fewer"], -1) for row in rows if row["setting"] == words[0]} == {170}

@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from adapters_torch import torchrun_tools  # which initialises torch.distributed
 from worker_tools import report
 import dgc.torch as dgc
-from dgc.core import message
+from dgc.core.exchange import owners, sizes
 from dgc.torch.distributed import DistributedTransport
 
-usual, message.SUMS_PER_ENTRY = message.SUMS_PER_ENTRY, 0.5  # by default owners save no bytes on 4 ranks
+usual = owners.SUMS_PER_ENTRY, sizes.COLLECTIVE_BYTES
+owners.SUMS_PER_ENTRY, sizes.COLLECTIVE_BYTES = 0.5, 0  # by default owners never pay on 4 ranks
 rank, dealt, alltoall = dist.get_rank(), [], DistributedTransport.alltoall
 
 def counting(transport, parts, out):
@@ -65,7 +66,7 @@ report([
     all(torch.equal(a, b) for a, b in zip(weights(model), straight)),
     all(torch.equal(a, b) for other in gathered for a, b in zip(other, straight)),
 ])
-message.SUMS_PER_ENTRY, DistributedTransport.alltoall = usual, alltoall  # these ranks live on
+(owners.SUMS_PER_ENTRY, sizes.COLLECTIVE_BYTES), DistributedTransport.alltoall = usual, alltoall  # they live on
 """
 
 

@@ -29,7 +29,7 @@ COMMON = (
     "sparse_updates hierarchical exchange"
 ).split()
 # Options of compressors with error feedback.
-FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback"]
+FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback", "late"]
 
 
 @dataclass(frozen=True)

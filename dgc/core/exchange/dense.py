@@ -1,4 +1,4 @@
-"""A bucket's dense sum: of dense tensors; in dense steps, or if this takes fewer bytes, of all tensors."""
+"""The tensors of a bucket that are sent dense in a step: their gradients, their sum over the ranks, their results."""
 
 from __future__ import annotations
 
@@ -6,61 +6,67 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dgc.core.codecs import SmallCodec
+from dgc.core.exchange.sizes import Setting, fits_inside
 from dgc.core.exchange.step import Step
 from dgc.core.kernels.base import Array, Kernels, SegmentWork, is_finite
-from dgc.core.layout import Bucket, Segment
-from dgc.core.message import BucketPlan, Incoming, Mode
 from dgc.core.state import BucketState
-from dgc.errors import WireError
 
 
 class DenseVector:
     """One bucket's vector on the host. It holds gradients, then their sum over the ranks. Results are made from this.
 
+    It covers the bucket from a position on. Its first elements may be small tensors that are sent coded; the rest, the
+    *plain* part, is sent inside the message if that saves a collective, else by allreduce.
+
     Attributes:
-        values: (plan.vector_size,) float32; float64 in float64 buckets.
-        segments: the tensors that are sent dense in this step.
+        size: elements.
+        values: (size,) float32; float64 in float64 buckets.
+        segments: the tensors that are sent dense.
+        plain_bytes: bytes of the plain part.
+        is_inline: whether it is sent inside the message; ``inline_bytes`` are its bytes there.
     """
 
-    segments: tuple[Segment, ...] = ()
-    _plan: BucketPlan
-    _dense: np.ndarray  # the part of the vector for these segments
-    _origin = 0  # the place of that part in the bucket
+    _kernels: Kernels
+    _dense: np.ndarray  # the part of the vector for the segments
     _parts: Sequence[SegmentWork] = ()
 
-    def __init__(self, bucket: Bucket, kernels: Kernels, own_share: float = 1.0, keeps_error: bool = True) -> None:
-        """Allocate nothing yet; the first plan that needs memory allocates it.
+    def __init__(self, setting: Setting, *, start: int, origin: int, is_coded: bool = False) -> None:
+        """Decide the sizes.
 
         Args:
-            bucket: the bucket.
-            kernels: the kernels whose memory holds u.
-            own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
-            keeps_error: whether the small tensors' coding error is kept and sent later.
+            setting: the bucket, and what sizes follow from.
+            start: where the vector begins in the bucket.
+            origin: where the tensors begin that are sent dense: 0, or behind the sparsified ones.
+            is_coded: whether small tensors are sent coded.
         """
-        self._bucket, self._kernels = bucket, kernels
-        self._own_share, self._keeps_error = own_share, keeps_error
-        self.values = np.empty(0, bucket.dtype)
-        self._lost = np.zeros(bucket.small_size, np.float32)
-        self._has_coded = False
+        bucket, config, _, ranks, _ = setting
+        self._bucket, self._start, self._origin = bucket, start, origin
+        self._own_share, self._keeps_error = config.own_share(ranks), config.keeps_residual
+        self.segments = bucket.dense if origin else bucket.segments
+        self.size, self.itemsize = bucket.size - start, np.dtype(bucket.dtype).itemsize
+        self._coded = bucket.small_size if is_coded else 0
+        self.plain_bytes = (self.size - self._coded) * self.itemsize
+        self.is_inline = fits_inside(self.plain_bytes, self.plain_bytes, ranks)
+        self.inline_bytes = self.plain_bytes if self.is_inline else 0
+        self._has_error = False
 
-    def start(self, plan: BucketPlan) -> None:
-        """Begin a step; allocate memory if the plan has changed."""
-        self._has_coded = False
-        if plan is getattr(self, "_plan", None):
-            return
-        self._kernels.wait()  # a device may still use the memory
-        self._plan = plan
-        if plan.vector_size and self.values.size != plan.vector_size:
-            self.values = self._kernels.memory.host_array(plan.vector_size, self._bucket.dtype)
-        self.segments, self._origin = self._bucket.segments, 0
-        if plan.mode is not Mode.DENSE:  # the part for sparsified tensors, if there is one, is filled by the bucket
-            self.segments, self._origin = self._bucket.dense, self._bucket.sparse_size
-        self._dense = self.values[self._origin - plan.vector_start :]
+    def allocate(self, kernels: Kernels) -> None:
+        """Allocate the memory."""
+        self._kernels = kernels
+        self.values = kernels.memory.host_array(self.size, self._bucket.dtype)
+        self._lost = np.zeros(self._bucket.small_size, np.float32)
+        self._dense = self.values[self._origin - self._start :]
         self._parts = [
             SegmentWork(offset=first, length=s.length, place=self._dense[first : first + s.length])
             for s in self.segments
             for first in (s.offset - self._origin,)
         ]
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._parts = ()
+        del self.values, self._dense, self._lost
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -75,19 +81,14 @@ class DenseVector:
             part.gradient, part.scale = submissions[s.parameter].gradient, scales[s.parameter]
         return self._kernels.begin_packing(self._parts, self._dense) if self._parts else lambda: False
 
-    def code_small(self, state: BucketState, blocks: Sequence[np.ndarray]) -> bool:
-        """Add residuals to small tensors' gradients, and code these if the plan says so; return whether all are finite.
+    def code_small(self, state: BucketState, codecs: Sequence[SmallCodec], blocks: Sequence[np.ndarray]) -> bool:
+        """Add residuals to small tensors' gradients, and write these with each codec; return whether all are finite.
 
         The residuals change only in :meth:`commit`, so a step that is refused or fails does not change them.
-
-        Args:
-            state: the bucket's state.
-            blocks: for each of the plan's ``small_codecs``, the bytes for its block.
         """
-        codecs = self._plan.small_codecs
-        if not (state.residual_pending or codecs):
+        self._has_error = bool(state.residual_pending or codecs)
+        if not self._has_error:
             return True
-        self._has_coded = True
         first = self._bucket.sparse_size - self._origin
         x = self._dense[first : first + self._bucket.small_size]
         if state.residual_pending:
@@ -103,27 +104,23 @@ class DenseVector:
         return finite
 
     @property
+    def small(self) -> np.ndarray:
+        """The part of the vector that is sent coded."""
+        return self.values[: self._coded]
+
+    @property
     def plain(self) -> np.ndarray:
         """The part of the vector that is not coded."""
-        return self.values[self._plan.plain_start :]
+        return self.values[self._coded :]
 
     # -- the sum -----------------------------------------------------------------------------------------------------
 
-    def add(self, messages: Sequence[Incoming]) -> None:
-        """Replace the parts that were sent inside messages by their sum over the ranks."""
-        if codecs := self._plan.small_codecs:
-            small = self.values[: self._plan.plain_start]
-            small.fill(0)
-            for message in messages:
-                try:
-                    codecs[message.sender if self._plan.dealing else 0].add(message.coded, small)
-                except WireError as error:
-                    raise message.damaged(error) from error
-        if self._plan.inline_bytes:
-            plain = self.plain
-            plain.fill(0)
-            for message in messages:
-                plain += message.inline.view(plain.dtype)
+    def add_plain(self, blocks: Sequence[np.ndarray]) -> None:
+        """Replace the plain part by the sum of all ranks' plain parts, which came as bytes."""
+        plain = self.plain
+        plain.fill(0)
+        for block in blocks:
+            plain += block.view(plain.dtype)
 
     def average(self, factor: float) -> bool:
         """Multiply the sum by ``factor``; return whether it is finite."""
@@ -131,26 +128,17 @@ class DenseVector:
         if factor != 1.0:
             values *= values.dtype.type(factor)
         finite = is_finite(values)
-        if self._plan.mode is Mode.DENSE and self._own_share != 1.0:
+        if not self._origin and self._own_share != 1.0:
             values[: self._bucket.sparse_size] *= values.dtype.type(self._own_share)
         return finite
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def commit(self, state: BucketState) -> None:
+    def commit(self, state: BucketState, *, is_coded: bool) -> None:
         """Store the small tensors' coding error as their residual."""
-        if self._has_coded:
+        if self._has_error:
             state.error[...] = self._lost
-            state.residual_pending = self._plan.small is not None
-
-    def write_selected(self, step: Step) -> None:
-        """Write the results of sparsified tensors whose entries were summed densely."""
-        results = step.submissions.results(self._bucket.sparse)
-        parts = [
-            SegmentWork(offset=s.offset, length=s.length, scale=step.loss_scale, result=result)
-            for s, result in zip(self._bucket.sparse, results, strict=True)
-        ]
-        self._kernels.update(parts, self.values)
+            state.residual_pending = is_coded
 
     def write(self, step: Step, u: Array, *, refused: bool) -> None:
         """Write the results of dense tensors: the mean with momentum applied, or in a refused step only the mean."""
@@ -160,7 +148,7 @@ class DenseVector:
     def overflows(self, step: Step, u: Array) -> bool:
         """Return whether a result is too large for the narrower type that it is cast to; the same on every rank."""
         self._prepare_update(step, refused=False)
-        others = self._bucket.sparse if self._plan.mode is not Mode.DENSE else ()
+        others = self._bucket.sparse if self._origin else ()
         written = [
             SegmentWork(offset=s.offset, length=s.length, result=i.result, limit=i.limit)
             for s, i in zip(others, step.submissions.of(others), strict=True)

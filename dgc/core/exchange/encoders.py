@@ -1,6 +1,6 @@
-"""Encoders turn a bucket's sparsified tensors into the payload of a message, and read payloads.
+"""Encoders select what a bucket's sparsified tensors send at one density, write it into a payload, and read payloads.
 
-:class:`TopKEncoder` sends the k largest accumulated entries of each tensor, as DGC does (Source: arXiv 1712.01887,
+:class:`TopKEncoder` selects the k largest accumulated entries of each tensor, as DGC does (Source: arXiv 1712.01887,
 Algorithm 4). :class:`AlgorithmEncoder` lets any other compressor write the payload.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -17,90 +18,64 @@ from dgc.core.collectives import Transport
 from dgc.core.compressors import OWN_NUMBERS, compressor_class
 from dgc.core.compressors.base import Algorithm, BucketSpec, DenseValues, SparseValues, StepInfo, Tensor
 from dgc.core.config import DGCConfig, entries_to_send
+from dgc.core.exchange.sizes import Setting
 from dgc.core.exchange.step import Step
 from dgc.core.kernels.base import Kernels, SegmentWork, Selection, is_finite
-from dgc.core.layout import Bucket, Layout
-from dgc.core.message import BucketPlan, Dealing, Mode, plan_for
+from dgc.core.layout import Layout
 from dgc.core.state import BucketState
-from dgc.core.stripes import Stripes
 from dgc.errors import ConfigError
-
-# Owners add up entries if this takes at most this share of the bytes of gathering. A smaller saving does not pay for a
-# second collective and a second rounding.
-OWNERS_SHARE = 0.6
 
 
 class Encoder(ABC):
-    """Codes the sparsified tensors of one bucket. Only the communication thread uses it.
+    """The entries of one bucket at one density. Only the communication thread uses it, until a step ends.
 
     Attributes:
+        ids: numbers of the compressor, the index codec and the value codec in the header.
+        ks: the most entries of each tensor; empty in a step without compression, or if no tensor is sparsified.
+        max_bytes: bytes of a payload.
+        count: how many entries were selected in the latest step.
         keeps_residual: whether entries that are not sent stay in the residual.
     """
 
-    def __init__(
-        self, bucket: Bucket, config: DGCConfig, kernels: Kernels, transport: Transport, *, keeps_residual: bool
-    ) -> None:
-        self._bucket, self._config, self._kernels, self._transport = bucket, config, kernels, transport
-        self._ranks = transport.size
-        self.keeps_residual = keeps_residual
-        self._elements = sum(s.length for s in bucket.sparse)
-        self._plans: dict[float | None, BucketPlan] = {}
+    count = 0
 
-    def plan_at(self, density: float | None) -> BucketPlan:
-        """Return the plan for a density, or for a dense step (None). Every rank has the same plan."""
-        if density not in self._plans:
-            self._plans[density] = self._make_plan(density)
-        return self._plans[density]
-
-    @property
-    def stripes(self) -> Stripes | None:
-        """The positions that this rank owns; None if no plan so far has owners."""
-        dealings = (plan.dealing for plan in self._plans.values() if plan.dealing)
-        return next((each.stripes[self._transport.rank] for each in dealings), None)
+    def __init__(self, setting: Setting, ids: tuple[int, int, int], ks: tuple[int, ...], max_bytes: int) -> None:
+        self._config, self._elements = setting.config, sum(s.length for s in setting.bucket.sparse)
+        self.ids, self.ks, self.max_bytes = ids, ks, max_bytes
+        self.keeps_residual = setting.config.keeps_residual
 
     @abstractmethod
-    def _make_plan(self, density: float | None) -> BucketPlan: ...
-
-    # -- a step, whose plan is active ---------------------------------------------------------------------------------
-
-    def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection] | None:
-        """If possible, let other threads or a device begin this work while this thread works on another bucket.
+    def begin(self, kernels: Kernels, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Any]:
+        """Add the gradients to u and v. Other threads or a device may begin this work.
 
         Returns:
-            A function for :meth:`encode`; it must be called once, whatever happens.
+            A function for :meth:`select`, which waits for the work or does it. Call it once, whatever happens.
         """
-        return None
 
     @abstractmethod
-    def encode(
-        self, plan: BucketPlan, step: Step, work: Sequence[SegmentWork], state: BucketState, payload: np.ndarray,
-        begun: Callable[[], Selection] | None,
-    ) -> tuple[int, bool]:  # fmt: skip
-        """Add the gradients to u and v, select, and write the payload.
+    def select(self, step: Step, state: BucketState, payload: np.ndarray | None, begun: Callable[[], Any]) -> bool:
+        """Select entries, and write them into the payload.
 
         Args:
-            plan: the plan. If its mode is SUM, or owners add up entries, no payload is written, and the entries that
-                :meth:`own` returns are sent instead.
             step: the step.
-            work: the kernels' work on each tensor.
             state: the bucket's state. Only u, v and the thresholds change before the commit.
-            payload: (plan.payload_bytes,) uint8.
+            payload: (max_bytes,) uint8; None if the entries that :meth:`sent` returns are sent in another way.
             begun: from :meth:`begin`.
 
         Returns:
-            The number of entries, and whether a gradient is not finite.
+            Whether a gradient is not finite.
         """
 
     def catch_up(self, step: Step) -> None:
-        """After an error, call the collectives of :meth:`encode` that this rank has missed and the others call."""
+        """After an error, call the collectives of :meth:`select` that this rank has missed and the others call."""
         return
 
     @abstractmethod
-    def selected(self, plan: BucketPlan) -> SparseValues | DenseValues:
-        """Return this step's entries. If they were coded, the values are the decoded ones."""
+    def sent(self) -> SparseValues | DenseValues:
+        """Return the latest step's entries. If they were coded, the values are the decoded ones."""
 
     @abstractmethod
-    def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues | DenseValues:
+    def decode(self, payload: np.ndarray, count: int) -> SparseValues | DenseValues:
         """Read a payload with ``count`` entries.
 
         Raises:
@@ -108,14 +83,14 @@ class Encoder(ABC):
             LayoutError: a position lies in no tensor.
         """
 
-    def masks(self, plan: BucketPlan, count: int) -> bool:
-        """Return whether u is set to 0 at the ``count`` entries that were sent, to forget stale momentum.
+    def masks(self) -> bool:
+        """Return whether u is set to 0 at the entries that were sent, to forget stale momentum.
 
         If all entries were sent, no momentum is stale.
         """
-        return self._config.masks and count < self._elements
+        return self._config.masks and self.count < self._elements
 
-    def finish(self, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:
+    def finish(self, state: BucketState, *, refused: bool) -> None:
         """End a step, refused or not."""
         return
 
@@ -123,38 +98,39 @@ class Encoder(ABC):
 class TopKEncoder(Encoder):
     """Momentum correction and selection in one pass."""
 
-    _selected: SparseValues
+    _sent: SparseValues
 
-    def _make_plan(self, density: float | None) -> BucketPlan:
-        return entry_plan(self._bucket, self._config, density, self._ranks, has_alltoall=self._transport.has_alltoall)
+    def __init__(self, setting: Setting) -> None:
+        bucket, density = setting.bucket, setting.density
+        ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
+        self.codec = codec = SparseCodec(bucket, sum(ks), setting.config.indices, setting.values)
+        ids = (compressor_class(setting.config.algorithm).number, int(codec.indices.id), int(codec.values.id))
+        super().__init__(setting, ids, ks, codec.max_bytes)
 
     @override
-    def begin(self, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection]:
-        return self._kernels.begin_selection(work, state.u, state.v, state.thresholds)
+    def begin(self, kernels: Kernels, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Selection]:
+        return kernels.begin_selection(work, state.u, state.v, state.thresholds)
 
     @override
-    def encode(
-        self, plan: BucketPlan, step: Step, work: Sequence[SegmentWork], state: BucketState, payload: np.ndarray,
-        begun: Callable[[], Selection] | None,
-    ) -> tuple[int, bool]:  # fmt: skip
-        selection = (begun or self.begin(work, state))()
+    def select(self, step: Step, state: BucketState, payload: np.ndarray | None, begun: Callable[[], Any]) -> bool:
+        selection: Selection = begun()
         positions, values = selection.positions, selection.values
-        if plan.mode is Mode.SPARSE and plan.dealing is None:
-            values = plan.codec.encode(positions, values, payload)
-        self._selected = SparseValues(positions, values)
-        return len(positions), selection.nonfinite
+        if payload is not None:
+            values = self.codec.encode(positions, values, payload)
+        self._sent, self.count = SparseValues(positions, values), positions.size
+        return selection.nonfinite
 
     @override
-    def selected(self, plan: BucketPlan) -> SparseValues:
-        return self._selected
+    def sent(self) -> SparseValues:
+        return self._sent
 
     @override
-    def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues:
-        return SparseValues(*plan.codec.decode(payload, count))
+    def decode(self, payload: np.ndarray, count: int) -> SparseValues:
+        return SparseValues(*self.codec.decode(payload, count))
 
     @override
-    def masks(self, plan: BucketPlan, count: int) -> bool:
-        return super().masks(plan, sum(plan.ks))  # entries that are 0 are not sent
+    def masks(self) -> bool:
+        return self._config.masks and sum(self.ks) < self._elements  # entries that are 0 are not sent
 
 
 class AlgorithmEncoder(Encoder):
@@ -164,89 +140,79 @@ class AlgorithmEncoder(Encoder):
     """
 
     def __init__(
-        self, bucket: Bucket, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
+        self, setting: Setting, algorithm: Algorithm, kernels: Kernels, transport: Transport, layout: Layout
     ) -> None:
         if kernels.on_device:
             raise ConfigError(f"{algorithm.name!r} works on host memory; give it the kernels of the CPU")
-        keeps = algorithm.error_feedback and algorithm.config.error_feedback
-        super().__init__(bucket, algorithm.config, kernels, transport, keeps_residual=keeps)
-        self._algorithm = algorithm
-        self._tensors = tuple(
-            Tensor(layout.parameters[s.parameter].name, layout.parameters[s.parameter].shape, s.offset, s.length)
-            for s in bucket.sparse
-        )
-        self._total = layout.sparse_numel
-        self._specs: dict[float, BucketSpec] = {}
-        self._room = np.empty(0, np.uint8)  # for a payload that is not sent
-        self._written = self._room, 0  # the last payload, and its number of entries
+        self._algorithm, self._transport, self._memory = algorithm, transport, kernels.memory
+        places = ((layout.parameters[s.parameter], s) for s in setting.bucket.sparse)
+        tensors = tuple(Tensor(p.name, p.shape, s.offset, s.length) for p, s in places)
+        self._spec = spec = BucketSpec(setting.bucket, tensors, setting.density or 1.0, layout.sparse_numel)
+        if setting.density is None or not tensors:
+            super().__init__(setting, (algorithm.number, 0, 0), (), 0)
+        else:
+            ids, ks = (algorithm.number, *algorithm.codec_ids(spec)), algorithm.max_counts(spec)
+            super().__init__(setting, ids, ks, padded(algorithm.max_bytes(spec)))
+        self.keeps_residual &= algorithm.error_feedback
+        self._room = self._written = np.empty(0, np.uint8)  # for a payload that is not sent; the last payload
         self._caught_up: Step | None = None  # the last step in which this rank has called the allreduce
 
-    def _make_plan(self, density: float | None) -> BucketPlan:
-        spec = self._spec(1.0 if density is None else density)
-        algorithm, active = self._algorithm, density is not None and bool(self._tensors)
-        indices, values = algorithm.codec_ids(spec) if active else (0, 0)
-        return plan_for(
-            self._bucket,
-            (algorithm.number, indices, values),
-            algorithm.max_counts(spec) if active else (),
-            padded(algorithm.max_bytes(spec)) if active else 0,
-            density=density,
-            ranks=self._ranks,
-            small="float32" if _is_exact(self._config, density) else self._config.small,
-        )
+    @override
+    def begin(self, kernels: Kernels, work: Sequence[SegmentWork], state: BucketState) -> Callable[[], Any]:
+        return lambda: self._accumulate(kernels, work, state)
 
     @override
-    def encode(
-        self, plan: BucketPlan, step: Step, work: Sequence[SegmentWork], state: BucketState, payload: np.ndarray,
-        begun: Callable[[], Selection] | None,
-    ) -> tuple[int, bool]:  # fmt: skip
-        algorithm, spec = self._algorithm, self._spec(plan.density)
-        info = StepInfo(step.number, self._transport.rank, self._config.seed, state.thresholds)
-        nonfinite = self._accumulate(work, state, info)
+    def select(self, step: Step, state: BucketState, payload: np.ndarray | None, begun: Callable[[], Any]) -> bool:
+        algorithm, spec = self._algorithm, self._spec
+        nonfinite: bool
+        nonfinite, increment = begun()
+        info = StepInfo(step.number, self._transport.rank, self._config.seed, state.thresholds, increment=increment)
         if algorithm.shares:
             info.shared = self._largest(step, algorithm.prepare(state.v, spec))
-        if plan.mode is Mode.SUM:
-            if self._room.size != padded(algorithm.max_bytes(spec)):
-                self._room = self._kernels.memory.host_array(padded(algorithm.max_bytes(spec)), np.uint8)
+        if payload is None:
+            if not self._room.size:
+                self._room = self._memory.host_array(self.max_bytes, np.uint8)
             payload = self._room
-        count, used = algorithm.encode(state.v, payload, spec, info)
+        self.count, used = algorithm.encode(state.v, payload, spec, info)
         payload[used:] = 0
-        self._written = payload, count
-        return count, nonfinite
+        self._written = payload
+        return nonfinite
 
     @override
     def catch_up(self, step: Step) -> None:
-        if self._algorithm.shares and self._caught_up is not step:
-            self._largest(step, np.zeros(len(self._tensors)))
+        if self.ks and self._algorithm.shares and self._caught_up is not step:
+            self._largest(step, np.zeros(len(self.ks)))
 
     @override
-    def selected(self, plan: BucketPlan) -> SparseValues | DenseValues:
-        return self.decode(plan, *self._written)
+    def sent(self) -> SparseValues | DenseValues:
+        return self.decode(self._written, self.count)
 
     @override
-    def decode(self, plan: BucketPlan, payload: np.ndarray, count: int) -> SparseValues | DenseValues:
-        return self._algorithm.decode(payload, count, self._spec(plan.density))
+    def decode(self, payload: np.ndarray, count: int) -> SparseValues | DenseValues:
+        return self._algorithm.decode(payload, count, self._spec)
 
     @override
-    def masks(self, plan: BucketPlan, count: int) -> bool:
-        return super().masks(plan, count) and not self._algorithm.has_room_for_all(self._spec(plan.density))
+    def masks(self) -> bool:
+        return super().masks() and not self._algorithm.has_room_for_all(self._spec)
 
     @override
-    def finish(self, plan: BucketPlan, state: BucketState, *, refused: bool) -> None:
-        self._algorithm.finish(self._spec(plan.density), state.thresholds, refused=refused)
+    def finish(self, state: BucketState, *, refused: bool) -> None:
+        self._algorithm.finish(self._spec, state.thresholds, refused=refused)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, work: Sequence[SegmentWork], state: BucketState, info: StepInfo) -> bool:
+    def _accumulate(
+        self, kernels: Kernels, work: Sequence[SegmentWork], state: BucketState
+    ) -> tuple[bool, np.ndarray | None]:
         if not self._algorithm.needs_increment:
-            return self._kernels.accumulate(work, state.u, state.v)
-        info.increment = np.zeros_like(state.v)
-        nonfinite = self._kernels.accumulate(work, state.u, info.increment)
-        state.v += info.increment
+            return kernels.accumulate(work, state.u, state.v), None
+        increment = np.zeros_like(state.v)
+        nonfinite = kernels.accumulate(work, state.u, increment)
+        state.v += increment
         if is_finite(state.v):
-            return nonfinite
+            return nonfinite, increment
         state.v[~np.isfinite(state.v)] = 0
-        return True
+        return True, increment
 
     def _largest(self, step: Step, numbers: np.ndarray) -> np.ndarray:
         largest = np.ascontiguousarray(numbers, np.float64)
@@ -254,62 +220,6 @@ class AlgorithmEncoder(Encoder):
         self._caught_up = step
         step.stats.count_collective(largest.nbytes)
         return largest
-
-    def _spec(self, density: float | None) -> BucketSpec:
-        assert density is not None
-        if density not in self._specs:
-            self._specs[density] = BucketSpec(self._bucket, self._tensors, density, self._total)
-        return self._specs[density]
-
-
-def make_encoders(layout: Layout, config: DGCConfig, kernels: Kernels, transport: Transport) -> list[Encoder]:
-    """Return the encoder of each bucket of the layout, with the plans of all densities of the schedule."""
-    algorithm = None if kernels_select(config) else compressor_class(config.algorithm)(config)
-    made: list[Encoder] = []
-    for bucket in layout.buckets:
-        made.append(
-            TopKEncoder(bucket, config, kernels, transport, keeps_residual=config.error_feedback)
-            if algorithm is None
-            else AlgorithmEncoder(bucket, algorithm, kernels, transport, layout)
-        )
-        for sparsity in config.sparsity:
-            made[-1].plan_at(1.0 - sparsity)
-    return made
-
-
-def entry_plan(
-    bucket: Bucket, config: DGCConfig, density: float | None, ranks: int, *, has_alltoall: bool = True
-) -> BucketPlan:
-    """Return how dgc and topk send a bucket over a transport, with or without alltoall."""
-    values, small = ("float32", "float32") if _is_exact(config, density) else (config.value_codec, config.small)
-    ks = () if density is None else tuple(entries_to_send(s.length, density) for s in bucket.sparse)
-    selection = SparseCodec(bucket, sum(ks), config.indices, values)
-
-    def plan(codec: SparseCodec, dealing: Dealing | None = None) -> BucketPlan:
-        ids = (compressor_class(config.algorithm).number, int(codec.indices.id), int(codec.values.id))
-        return plan_for(
-            bucket,
-            ids,
-            ks,
-            codec.max_bytes,
-            density=density,
-            ranks=ranks,
-            small=small,
-            selection=selection,
-            dealing=dealing,
-        )
-
-    gathered = plan(selection)
-    if not (has_alltoall and config.exchange == "auto" and ks and ranks > 1):
-        return gathered
-    dealing = Dealing(bucket, ks, ranks, config.indices, values, small)
-    owners = plan(dealing.second[0], dealing)
-    return owners if owners.traffic(ranks).nbytes <= OWNERS_SHARE * gathered.traffic(ranks).nbytes else gathered
-
-
-def _is_exact(config: DGCConfig, density: float | None) -> bool:
-    """Return whether tensors are sent uncompressed: in dense steps, and always if sparsity is 0."""
-    return density is None or compressor_class(config.algorithm).sends_all(density)
 
 
 def kernels_select(config: DGCConfig) -> bool:

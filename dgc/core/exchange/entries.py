@@ -1,13 +1,15 @@
-"""The sum of the entries that all ranks have sent."""
+"""The sum of what all ranks have sent of a bucket's sparsified tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from dgc.core.kernels.base import Array, Kernels
+from dgc.core.compressors.base import DenseValues, SparseValues
+from dgc.core.kernels.base import Array, Kernels, is_finite
 from dgc.core.layout import Bucket
 
 
@@ -44,3 +46,25 @@ class EntrySum:
     def write(self, results: Sequence[Array], kernels: Kernels) -> None:
         """Overwrite the sparsified tensors' results with these values and zeros."""
         kernels.set_entries(results, self.bucket.sparse_offsets, self.positions, self.values)
+
+
+def add_up(
+    bucket: Bucket, decoded: Sequence[SparseValues | DenseValues], results: Sequence[Any], factor: float
+) -> tuple[EntrySum | None, bool]:
+    """Add up what the ranks have sent, in their order, times ``factor``.
+
+    Returns:
+        The sum of entries; None if the values were dense, and their sum was written to ``results``. And whether all
+        values are finite.
+    """
+    entries = [(each.positions, each.values) for each in decoded if isinstance(each, SparseValues)]
+    if entries:
+        total = EntrySum.of(bucket, entries, factor)
+        return total, bool(np.isfinite(total.values).all())
+    for result in results:
+        result.fill(0)
+    for each in decoded:
+        assert isinstance(each, DenseValues), "a compressor always returns the same type"
+        for result, values in zip(results, each.values, strict=True):
+            result += values * result.dtype.type(factor)
+    return None, all(is_finite(result) for result in results)

@@ -13,12 +13,12 @@ import numpy as np
 from dgc.core.collectives import Transport, gather_rows
 from dgc.core.compressors import compressor_class
 from dgc.core.config import DGCConfig, Schedule
-from dgc.core.exchange.bucket import BucketExchange, BucketStep
-from dgc.core.exchange.encoders import make_encoders
+from dgc.core.exchange.bucket import BucketExchange
+from dgc.core.exchange.choice import make_plans
 from dgc.core.exchange.entries import EntrySum
 from dgc.core.exchange.nodes import NodeSums
 from dgc.core.exchange.pipeline import Clipping, Pipeline, quiet
-from dgc.core.exchange.stages import Event, LatestStep, Stage
+from dgc.core.exchange.stages import Event, LatestStep, Stage, as_dgc_error
 from dgc.core.exchange.stats import Stats
 from dgc.core.exchange.step import AS_BUILT, Hyper, Step, StepOptions, Submission, Submissions, refused_scale
 from dgc.core.kernels.base import Kernels
@@ -41,14 +41,17 @@ class Exchange:
         loss_scale: a float, or a callable that is called once per step, at the first gradient. It may return another
             callable, which is called on the communication thread. So no hook waits for a scale that is on a device.
         joined: the flags, by rank, of the ranks that took part in the latest step without data.
+        edited: the ranks whose parameters were changed outside of ``step()`` before the latest step.
         left_alone: parameters without a gradient on any rank in the latest step; the step has not changed their u and
             v.
         on_joined: called with each step in which some ranks took part without data, before that step finishes. The
             call may be collective.
+        on_refused: called with the bucket that met a value that is not finite, in place of a warning.
         selects_from: the first step in which only some entries are sent; None if all steps send all entries.
     """
 
     on_joined: Callable[[Step], None] | None = None
+    on_refused: Callable[[BucketExchange], None] | None = None
 
     def __init__(
         self, layout: Layout, config: DGCConfig, transport: Transport, kernels: Kernels, *, loss_scale: LossScale = 1.0
@@ -56,20 +59,19 @@ class Exchange:
         self.layout, self.config, self.transport = layout, config, transport
         self.kernels = kernels = kernels.for_exchange()
         self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
-        encoders = make_encoders(layout, config, kernels, transport)
-        self.state = State(
-            layout, kernels.memory, config.own_share(transport.size), [each.stripes for each in encoders]
-        )
+        plans = make_plans(layout, config, kernels, transport)
+        self.state = State(layout, kernels.memory, config.own_share(transport.size), [each.stripes for each in plans])
         self.stats = Stats()
         self.loss_scale: LossScale = loss_scale
         self.joined: dict[int, int] = {}
+        self.edited: set[int] = set()
         self.left_alone: set[int] = set()
         scheduled = compressor_class(config.algorithm).scheduled
         self.selects_from = self.schedule.selects_from() if scheduled else self.schedule.begin
         self.latest = LatestStep()
         self._buckets = [
-            BucketExchange(bucket, encoder, self.state, config, kernels, transport)
-            for bucket, encoder in zip(layout.buckets, encoders, strict=True)
+            BucketExchange(bucket, each, self.state, config, kernels, transport)
+            for bucket, each in zip(layout.buckets, plans, strict=True)
         ]
         clipping = Clipping(config, kernels, transport.size)
         nodes = None if transport.inside is None else NodeSums(config, kernels, transport)
@@ -79,7 +81,7 @@ class Exchange:
 
     def ways(self) -> str:
         """Say how buckets are exchanged after the ramp-up: "gathered", "owners", "dense sum", or how many of each."""
-        plans = [each.encoder.plan_at(1.0 - self.config.sparsity[-1]) for each in self._buckets]
+        plans = [each.plans[1.0 - self.config.sparsity[-1]] for each in self._buckets]
         count = collections.Counter(plan.way for plan in plans)
         return ", ".join(f"{way}: {n}" for way, n in sorted(count.items())) if len(count) > 1 else plans[0].way
 
@@ -217,7 +219,8 @@ class Exchange:
 
         Raises:
             LayoutError: a gradient is missing. All ranks get this error.
-            DGCError: this rank or another one failed.
+            DGCError: this rank or another one failed. If a commit fails on this rank, the others get the error in the
+                next step.
         """
         latest = self.latest
         latest.require_usable()
@@ -240,35 +243,56 @@ class Exchange:
             self.on_joined(step)
         since = time.perf_counter()
         with quiet():
-            refused = self._end_step(step)
-        self.state.step += not refused
-        self.joined = step.joined
-        if step.before is not None and len(self.joined) == self.transport.size:
-            self.state.assign(step.before)
-        latest.enter(Event.REFUSE if refused else Event.COMMIT)
+            refused = self._is_refused(step)
+            try:
+                self._end_buckets(step, refused=refused)
+            except BaseException as error:
+                # Some buckets have ended the step, and others have not. End it here, too, so that no bucket commits it
+                # twice. The other ranks have ended it; this rank's next message tells them of the error.
+                self._count(step, refused=refused)
+                latest.announce(error)
+                if isinstance(error, DGCError) or not isinstance(error, Exception):
+                    raise
+                raise as_dgc_error(error) from error
+        self._count(step, refused=refused)
         step.stats.lap("apply", since)
         self.stats.record(step.stats, refused=refused)
         return refused
 
-    def _end_step(self, step: Step) -> bool:
-        """Refuse or commit the step in each bucket; return whether it is refused."""
-        buckets = [each.at for each in self._buckets]
-        flagged = [bucket for bucket in buckets if bucket.flagged]
+    def _is_refused(self, step: Step) -> bool:
+        """Return whether the step is refused, as on all ranks. Nothing has changed if this fails."""
+        flagged = [bucket for bucket in self._buckets if bucket.flagged]
         if not flagged and step.has_limits:
-            flagged = [bucket for bucket in buckets if bucket.overflows()]
-        if flagged and not callable(self.loss_scale):
+            flagged = [bucket for bucket in self._buckets if bucket.overflows()]
+        if flagged and self.on_refused is not None:
+            self.on_refused(flagged[0])
+        elif flagged and not callable(self.loss_scale):
             self._warn_of_refusal(flagged[0])
-        self.left_alone = self._absent_everywhere(step, buckets) if step.submissions.absent else set()
-        for bucket in buckets:
-            bucket.finish(refused=bool(flagged), left_alone=self.left_alone)
         return bool(flagged)
 
-    def _absent_everywhere(self, step: Step, buckets: list[BucketStep]) -> set[int]:
+    def _end_buckets(self, step: Step, *, refused: bool) -> None:
+        """Refuse or commit the step in each bucket."""
+        self.left_alone = self._absent_everywhere(step) if step.submissions.absent else set()
+        for bucket in self._buckets:
+            bucket.finish(refused=refused, left_alone=self.left_alone)
+        if step.before is not None and self._is_undone(step):
+            self.state.assign(step.before)
+
+    def _count(self, step: Step, *, refused: bool) -> None:
+        """Count the step as all ranks do, and end it."""
+        self.state.step = step.number + (not refused and not self._is_undone(step))
+        self.joined, self.edited = step.joined, step.edited
+        self.latest.enter(Event.REFUSE if refused else Event.COMMIT)
+
+    def _is_undone(self, step: Step) -> bool:
+        return len(step.joined) == self.transport.size
+
+    def _absent_everywhere(self, step: Step) -> set[int]:
         """Return the parameters that have no gradient on any rank.
 
         This is collective if every rank lacks some gradients of a bucket, but different ranks lack different ones.
         """
-        lacking = [bucket for bucket in buckets if all(bucket.absent)]
+        lacking = [bucket for bucket in self._buckets if all(bucket.absent)]
         own = {s.parameter for bucket in lacking for s in bucket.kept}
         if all(len(set(bucket.absent)) == 1 for bucket in lacking):
             return own
@@ -284,12 +308,12 @@ class Exchange:
 
     def deferred(self) -> list[EntrySum]:
         """Return the latest step's sums of entries that were not written, and drop them."""
-        return [total for each in self._buckets if (total := each.at.take_deferred()) is not None]
+        return [total for each in self._buckets if (total := each.take_deferred()) is not None]
 
     def write_deferred(self) -> None:
         """Write the sums of entries into the results, whose arrays must still exist."""
         for each in self._buckets:
-            each.at.write_deferred()
+            each.write_deferred()
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
@@ -373,7 +397,7 @@ class Exchange:
         by_training = any(f & Flags.BY_TRAINING for f in self.joined.values())
         return ranks / (ranks - joined) if by_training and self.config.op == "average" and joined < ranks else 1.0
 
-    def _warn_of_refusal(self, bucket: BucketStep) -> None:
+    def _warn_of_refusal(self, bucket: BucketExchange) -> None:
         """Warn once, on rank 0 and on the ranks that met the value. Called if no GradScaler skips the step."""
         ranks, own = bucket.flagged_by, self.transport.rank
         inside = self.transport.inside

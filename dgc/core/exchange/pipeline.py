@@ -14,12 +14,12 @@ from dgc.core.collectives import Transport
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.nodes import Announced, NodeSums
-from dgc.core.exchange.stages import Event, LatestStep, Stage
+from dgc.core.exchange.stages import Event, LatestStep, Stage, as_dgc_error
 from dgc.core.exchange.step import Step
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Bucket
 from dgc.core.message import RemoteFailure
-from dgc.errors import DGCError, RemoteError, StallError, TransportError
+from dgc.errors import DGCError, StallError, TransportError
 
 
 def clip_factors(sums_of_squares: np.ndarray, threshold: float, ranks: int, scale: float = 1.0) -> list[float]:
@@ -153,7 +153,7 @@ class Pipeline:
                 if not latest.wait_until_raised(_STALL_PATIENCE):
                     self._transport.end_job(error)
             except BaseException as error:
-                latest.break_off(_as_dgc_error(error))
+                latest.break_off(as_dgc_error(error))
             else:
                 if done:
                     latest.enter(Event.RUN)
@@ -166,7 +166,7 @@ class Pipeline:
             self._latest.announce(refused)
         with contextlib.ExitStack() as stack:
             for bucket in self._buckets:
-                stack.callback(bucket.at.settle)
+                stack.callback(bucket.settle)
             for index in range(len(self._buckets)):
                 if not self._wait_for_gradients(step, index):
                     return False
@@ -186,7 +186,7 @@ class Pipeline:
 
     def _run_bucket(self, step: Step, index: int) -> None:
         """Exchange a bucket, or the error that this rank has announced."""
-        bucket, latest = self._buckets[index].at, self._latest
+        bucket, latest = self._buckets[index], self._latest
         announced = latest.announced if self._nodes is None else self._add_up(step, index, self._nodes)
         if announced is None:
             try:
@@ -197,11 +197,11 @@ class Pipeline:
             except (RemoteFailure, TransportError):
                 raise
             except Exception as error:
-                no_message_follows = index == len(self._buckets) - 1 or bucket.plan.allreduces
-                if bucket.is_out and (isinstance(error, DGCError) or no_message_follows):
+                no_message_follows = index == len(self._buckets) - 1 or not bucket.plan.vector.is_inline
+                if bucket.plan.is_out and (isinstance(error, DGCError) or no_message_follows):
                     raise  # the other ranks meet the same error in the messages, or cannot be told in this step
-                latest.announce(_as_dgc_error(error))
-                if bucket.is_out:
+                latest.announce(error)
+                if bucket.plan.is_out:
                     return  # the message of the next bucket tells the other ranks
                 announced = latest.announced
         else:
@@ -222,10 +222,10 @@ class Pipeline:
         try:
             if self._latest.announced is None:
                 for each in buckets:
-                    each.await_gradients(step)
+                    each.await_gradients()
                     nodes.collect(step, each.bucket)
         except Exception as error:
-            self._latest.announce(_as_dgc_error(error))
+            self._latest.announce(error)
         announced = nodes.agree(self._latest.announced, step, [each.bucket for each in buckets])
         if announced is None:
             for each in buckets:
@@ -245,13 +245,13 @@ class Pipeline:
         if index >= self._clipped:
             together = self._buckets if needs_all else [bucket]
             for each in together:
-                each.await_gradients(step)
+                each.await_gradients()
             self._clipping.fill_in(step, [each.bucket for each in together])
             self._clipped = len(self._buckets) if needs_all else index + 1
         if step.submissions.absent:
-            bucket.at.keep_absent()
+            bucket.keep_absent()
         if self._kernels.overlaps:
-            bucket.at.begin()
+            bucket.begin()
         step.stats.lap("compress", since)
         self._prepared = index + 1
 
@@ -274,11 +274,3 @@ class Pipeline:
 def quiet() -> np.errstate:
     """Return a context without NumPy's warnings about overflow; the exchange finds overflows and refuses the step."""
     return np.errstate(over="ignore", invalid="ignore")
-
-
-def _as_dgc_error(error: BaseException) -> DGCError:
-    if isinstance(error, DGCError):
-        return error
-    wrapped = RemoteError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

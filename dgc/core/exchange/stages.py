@@ -63,6 +63,15 @@ TABLE: dict[tuple[Stage, Event], Stage] = {
 }
 
 
+def as_dgc_error(error: BaseException) -> DGCError:
+    """Return the error itself if it is one of this package, else a :class:`RemoteError` whose cause it is."""
+    if isinstance(error, DGCError):
+        return error
+    wrapped = RemoteError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
 class LatestStep:
     """The latest step of one exchange, shared by the caller's thread and the communication thread.
 
@@ -134,10 +143,10 @@ class LatestStep:
         self.enter(Event.BEGIN)
         self.step = step
 
-    def announce(self, error: DGCError, parameter: int | None = None) -> None:
+    def announce(self, error: BaseException, parameter: int | None = None) -> None:
         """Let the next message carry an error of this rank, unless there was an earlier one."""
         with self.lock:
-            self.announced = self.announced or (unraised(error), parameter)
+            self.announced = self.announced or (unraised(as_dgc_error(error)), parameter)
             self.lock.notify_all()
 
     def break_off(self, error: DGCError) -> None:

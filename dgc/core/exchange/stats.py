@@ -75,7 +75,7 @@ class Stats:
         steps: the number of exchanged steps, also refused ones.
         refused_steps: the number of steps that met a value that is not finite.
         last: the latest step's counters.
-        total: the sum over all steps since construction or ``reset()``.
+        total: the sum over all steps since construction or ``reset()``, with what ``average()`` has sent.
         beside: bytes that an adapter gives to its own collectives in the current step, for example placeholders.
     """
 

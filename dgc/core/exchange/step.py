@@ -94,6 +94,7 @@ class Hyper:
         learning_rates: those of the optimizer's parameter groups, if the adapter knows them.
         restored: whether residuals and momentum were dropped before this step, because a state was loaded into the
             optimizer.
+        absent: the parameters that must have a gradient on no rank in this step.
     """
 
     momentum: list[float]
@@ -102,6 +103,7 @@ class Hyper:
     gain: list[float]
     learning_rates: tuple[float, ...] = ()
     restored: bool = False
+    absent: tuple[int, ...] = ()
 
     def chosen(self, indices: Iterable[int], learning_rates: tuple[float, ...] = (), restored: bool = False) -> Hyper:
         """Return the options of the parameters ``indices``, in this order, with the given values for the step."""
@@ -117,7 +119,8 @@ class Hyper:
         """
         table = np.array([self.momentum, self.nesterov, self.weight_decay, self.gain], dtype=np.float64)
         rates = " ".join(map("{:.5e}".format, self.learning_rates)).encode() + b" restored" * self.restored
-        return int.from_bytes(hashlib.blake2b(table.tobytes() + rates, digest_size=8).digest(), "little")
+        absent = repr(self.absent).encode() if self.absent else b""
+        return int.from_bytes(hashlib.blake2b(table.tobytes() + rates + absent, digest_size=8).digest(), "little")
 
     @classmethod
     def uniform(cls, count: int, config: DGCConfig) -> Hyper:
@@ -138,12 +141,14 @@ class StepOptions:
             ``write_deferred()`` after ``finish()``.
         joins: flags of :class:`~dgc.core.message.Flags` if this rank takes part without data and submits zeros. A step
             in which every rank does so is undone.
+        edited: whether the parameters were changed outside of the optimizer's ``step()``. All ranks are told.
     """
 
     hyper: Hyper | None = None
     holds: bool = False
     defers: bool = False
     joins: int = 0
+    edited: bool = False
 
 
 # The options of a step that begins with its first gradient, without a call of begin().
@@ -168,6 +173,7 @@ class Step:
         scales: the factor by which each parameter's gradient is multiplied first: gain * weight / loss scale, times the
             clipping factor once :class:`~dgc.core.exchange.pipeline.Clipping` has set it.
         joined: the flags, by rank, of the ranks that take part without data; known when the messages have arrived.
+        edited: the ranks whose parameters were changed outside of ``step()``; known when the messages have arrived.
         weight: a factor of all gradients: P / T if averages are over T training ranks.
         is_awaited: whether the caller is waiting for the results, and so cannot announce an error any more.
         before: a copy of the state, if this rank takes part without data.
@@ -185,6 +191,7 @@ class Step:
     stats: StepStats = field(default_factory=StepStats)
     scales: list[float] = field(init=False)
     joined: dict[int, int] = field(default_factory=dict)
+    edited: set[int] = field(default_factory=set)
     weight: float = 1.0
     is_awaited: bool = False
     before: State | None = None

@@ -195,6 +195,11 @@ class Kernels(abc.ABC):
         """Return kernels for one exchange. Their memory for its layout is freed together with the exchange."""
         return self
 
+    @property
+    def on_host(self) -> Kernels:
+        """The kernels for arrays on the host: these, or a device's one object for all of an exchange's buckets."""
+        return self
+
     def adopt_thread(self) -> None:  # noqa: B027
         """Prepare the calling thread, once, for the operations of an exchange."""
 

@@ -8,6 +8,7 @@ a second time if the thresholds did not help: then it copies all elements of a s
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -344,6 +345,13 @@ class DeviceKernels(Kernels):
         kernels = copy.copy(self)
         kernels._forget()
         return kernels
+
+    @functools.cached_property
+    @override
+    def on_host(self) -> Kernels:
+        from dgc.core.kernels.cpu import NumbaKernels  # this import loads Numba
+
+        return NumbaKernels()
 
     @override
     def adopt_thread(self) -> None:

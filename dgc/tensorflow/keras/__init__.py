@@ -10,13 +10,13 @@ Use::
 """
 
 from dgc import errors
-from dgc.adapter import paddle
-from dgc.adapter.paddle import *  # noqa: F403
+from dgc.contrib import paddle
+from dgc.contrib.paddle import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.tensorflow.compressor import Compression, DGCCompressor
 from dgc.tensorflow.join import join
 from dgc.tensorflow.keras import callbacks
-from dgc.tensorflow.keras.momentum import DGCMomentum
+from dgc.tensorflow.keras.contrib.momentum import DGCMomentum
 from dgc.tensorflow.keras.optimizer import DistributedOptimizer, load_model
 
 DGCMomentumOptimizer = DGCMomentum  # Paddle's name

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from dgc.adapter.transport_choice import require_all_or_none
 from dgc.errors import ConfigError, LayoutError
-from dgc.tensorflow.adoption import optimizer_variables
-from dgc.tensorflow.horovod import broadcast_in_order, import_horovod, is_alone
+from dgc.tensorflow.adoption import KERAS3, Optimizer, family, optimizer_variables
+from dgc.tensorflow.horovod import HOROVOD, broadcast_in_order, import_horovod, is_alone
 from dgc.tensorflow.join import end_together
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
 from dgc.tensorflow.reduce import Reducer, reducer_of
@@ -24,9 +25,6 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 ]
-
-# Sent instead of a process set's number, if the optimizer uses all ranks, or if this rank is outside its process set.
-_ALL, _OUTSIDE = -1, -2
 
 
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
@@ -98,12 +96,20 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if is_alone():
             return False
         reducer = reducer_of(self.model.optimizer) or Reducer()
-        engine, members, missing = reducer.engine, reducer.members, reducer.missing
-        set_id = _ALL if members is None else members.process_set_id if members.included() else _OUTSIDE
-        own = [int(engine is not None and engine.was_changed()), bool(missing), engine is not None, set_id]
-        rows = np.asarray(import_horovod().allgather(tf.constant([own], tf.int32), name="dgc.loaded"))
-        _refuse_one_sided(missing, rows, set_id)
-        return bool(rows[:, 0].any())
+        engine, compression = reducer.engine, reducer.compression
+        members = HOROVOD.of(reducer.process_set).members if compression is None else reducer.members
+        members = members or import_horovod().global_process_set
+        own = {
+            "changed": engine is not None and engine.was_changed(),
+            "missing": list(reducer.missing),
+            "has compressor": compression is not None,
+            "has exchanged": engine is not None,
+            "process set": members.process_set_id if members.included() else None,
+            "never averages": _never_averages(self.model.optimizer),
+        }
+        ranks = HOROVOD.gather(own, "loaded")
+        _refuse_one_sided(ranks)
+        return any(rank["changed"] for rank in ranks)
 
     def _broadcast(self, was_loaded: bool = False) -> None:
         if self.broadcast_done or is_alone():
@@ -128,31 +134,42 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
 
 
 def _by_identity(variables: Sequence[Variable]) -> dict[int, Any]:
-    return {id(raw_variable(v)): raw_variable(v) for v in variables}
+    return {id(raw_variable(v)): v for v in variables}
 
 
-def _refuse_one_sided(missing: Sequence[str], rows: np.ndarray, set_id: int) -> None:
-    """Raise an error on every rank if one rank's model lacks options, or only some ranks have a new model.
+def _never_averages(optimizer: Optimizer) -> bool:
+    """Return whether this is Horovod's optimizer for Keras 3, which never exchanges anything and does not say so."""
+    classes = type(optimizer).__mro__
+    return any(cls.__module__ == "horovod._keras" for cls in classes) and family(optimizer) == KERAS3
 
-    ``missing`` and ``set_id`` are this rank's values; ``rows`` holds the values of all ranks.
-    """
-    lacking = np.flatnonzero(rows[:, 1]).tolist()
-    if lacking:
-        names = ", ".join(missing) or "options of its optimizer"
+
+def _refuse_one_sided(ranks: Sequence[dict[str, Any]]) -> None:
+    """Raise an error on every rank if the optimizers of all ``ranks`` cannot train one model together."""
+    if any(rank["never averages"] for rank in ranks):
         raise ConfigError(
-            f"rank {lacking[0]} has loaded a model that was saved with {names}, which cannot be saved; compile it "
-            "again on every rank, model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, "
-            "compression=..., process_set=...), loss=...), before you train it further"
+            "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every rank "
+            "would train its own model. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, compression=...), or "
+            "set TF_USE_LEGACY_KERAS=1 and use tf_keras"
         )
-    together = (rows[:, 3] == set_id) & (set_id != _OUTSIDE)
-    bound = rows[together, 2].astype(bool)
-    if bound.any() and not bound.all():
-        new = np.flatnonzero(together)[~bound].tolist()
-        raise LayoutError(
-            f"rank {new[0]} has a model whose compressor has exchanged nothing yet, while other ranks continue with "
-            "theirs: if it is a new model, load it on every rank, or load its weights into the existing one "
-            "(model.load_weights)"
-        )
+    for number, rank in enumerate(ranks):
+        if rank["missing"]:
+            raise ConfigError(
+                f"rank {number} has loaded a model that was saved with {', '.join(rank['missing'])}, which cannot be "
+                "saved; compile it again on every rank, "
+                "model.compile(optimizer=dgc.tensorflow.keras.DistributedOptimizer(model.optimizer, compression=..., "
+                "process_set=...), loss=...), before you train it further"
+            )
+    for process_set in sorted({rank["process set"] for rank in ranks} - {None}):
+        members = [n for n, rank in enumerate(ranks) if rank["process set"] == process_set]
+        compressing = [n for n in members if ranks[n]["has compressor"]]
+        require_all_or_none([n for n in members if n not in compressing], compressing)
+        others = [n for n in members if not ranks[n]["has exchanged"]]
+        if 0 < len(others) < len(members):
+            raise LayoutError(
+                f"rank {others[0]} has a model whose compressor has exchanged nothing yet, while other ranks continue "
+                "with theirs: if it is a new model, load it on every rank, or load its weights into the existing one "
+                "(model.load_weights)"
+            )
 
 
 class MetricAverageCallback(tf.keras.callbacks.Callback):

@@ -120,6 +120,8 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             if not asked:
                 tell_error(engine.transport, error)
             raise
+        if engine.adoption.moment is not None:
+            engine.adoption.moment.clear_slots()  # so that this run goes on as one that loads the saved model
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
             raise ConfigError(
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
-        self._dgc_reducer = reducer
+        self.use_reducer(reducer)
         reducer.adopt(self.inner_optimizer)
         for name in _USERS:
             self.__dict__.pop(name)
@@ -156,6 +156,12 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
         taken = adoption is not None and adoption.taken
         if not load_variables(self.inner_optimizer, self._variables, store, taken):
             super().load_own_variables(store)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Load the values of :attr:`variables`, as for a model from an ``.h5`` file."""
+        # Keras builds such a model's optimizer without the model's variables, so there may be more values.
+        for variable, value in zip(self.variables, weights, strict=False):
+            variable.assign(value)
 
     def get_config(self) -> dict[str, Any]:
         """Return the values from which :meth:`from_config` builds the optimizer again."""

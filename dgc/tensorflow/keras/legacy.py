@@ -27,7 +27,7 @@ def wrap_legacy(optimizer: Optimizer, reducer: Reducer, name: str | None) -> Any
     reducer.adopt(inner)
     if not isinstance(inner, Distributed):
         inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
-    inner._dgc_reducer = reducer
+    inner.use_reducer(reducer)
     return optimizer
 
 

@@ -233,3 +233,11 @@ def a_model_is_copied_without_its_compressor():
     m.assert_raises(lambda: copy.deepcopy([compression]), "load_state_dict", kinds=(TypeError,))
     settings = copy.deepcopy(dgc.Compression.dgc(momentum=0.9, sparsity=0.9))
     assert not settings.is_bound
+
+
+@case
+def a_sparsity_that_seems_to_be_a_mistake_is_told_on_rank_0():
+    for options, text in ({"sparsity": 0.002}, "give sparsity=0.998"), ({}, "neither steps= nor sparsity="):
+        with m.warned(text) as texts:
+            m.tape_step(m.make_model(), dgc.Compression.dgc(momentum=0.0, **options))
+        assert len(texts) == (hvd.rank() == 0), texts

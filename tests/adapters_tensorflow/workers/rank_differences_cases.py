@@ -1,6 +1,7 @@
 """Ranks that mean different things, or train different models: an error on all of them."""
 
 import functools
+import re
 
 import horovod.tensorflow as hvd
 import models as m
@@ -11,6 +12,54 @@ import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 
 keras = m.keras
+
+LAST = hvd.rank() == hvd.size() - 1
+"""Whether this rank gets other options than the others."""
+
+ADAMW_OPTIONS = {
+    "weight_decay": (0.004, 0.01),
+    "beta_1": (0.9, 0.8),
+    "beta_2": (0.999, 0.99),
+    "epsilon": (1e-7, 1e-8),
+    "clipnorm": (None, 1.0),
+}
+
+
+@case(option=["weight_decay", "beta_1", "beta_2", "epsilon", "clipnorm"], eagerly=[False, True])
+def an_option_of_the_optimizer_that_differs_is_named_in_the_first_step(option, eagerly):
+    usual, other = ADAMW_OPTIONS[option]
+    inner = keras.optimizers.AdamW(0.01, **{option: other if LAST else usual})
+    model = m.compiled(inner, compression=dgc.Compression.dgc(**m.SPARSE), run_eagerly=eagerly)
+    before = m.values(model)
+    shown = f"'{option}' is {'null' if usual is None else usual} on rank 0 and {other} on rank 1"
+    m.assert_raises(lambda: m.fit(model, 1), "options differ between ranks", shown, "Give every rank the same options")
+    assert all((a == b).all() for a, b in zip(m.values(model), before, strict=True))
+
+
+@case
+def an_option_that_differs_is_named_behind_a_tape_if_the_optimizer_is_known():
+    for library in (dgc, hvd):
+        model, inner = m.make_model(), keras.optimizers.AdamW(0.01, weight_decay=0.01 if LAST else 0.004)
+        compression = dgc.Compression.dgc(m.raw(model.trainable_variables), optimizer=inner, **m.SPARSE)
+        shown = "'weight_decay' is 0.004 on rank 0 and 0.01 on rank 1"
+        m.assert_raises(functools.partial(m.tape_step, model, compression, library=library), shown)
+    model, unknown = m.make_model(), dgc.Compression.dgc(momentum=0.0, **m.SPARSE)
+    m.tape_step(model, unknown)
+
+
+@case
+def options_that_are_no_numbers_are_not_compared():
+    class Own(keras.optimizers.SGD):
+        def get_config(self):
+            raise NotImplementedError
+
+    for inner in (
+        keras.optimizers.AdamW(m.short_schedule(), name=f"own{hvd.rank()}"),
+        keras.optimizers.AdamW(0.01, weight_decay=tf.Variable(0.01)),
+        Own(0.01, weight_decay=0.01),
+    ):
+        model = m.compiled(inner, compression=dgc.Compression.dgc(momentum=0.0, **m.SPARSE), run_eagerly=True)
+        m.fit(model, 2)
 
 
 @case
@@ -45,7 +94,40 @@ def learning_rates_that_drift_apart():
         model = m.compiled(optimizer, compression=dgc.Compression.dgc())
         m.fit(model, 2)
         model.optimizer.learning_rate = 0.1 / (1 + hvd.rank())
-        m.assert_raises(lambda: m.fit(model, 2), "disagree in step 2 about the learning rate")  # noqa: B023
+        shown = "'learning_rate' is 0.1 on rank 0 and 0.05 on rank 1"
+        m.assert_raises(lambda: m.fit(model, 2), shown, "disagree in step 2 about the learning rate")  # noqa: B023
+
+
+@case
+def schedules_that_differ_between_ranks():
+    rates = m.keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.05, 0.02 if LAST else 0.01])
+    model = m.compiled(keras.optimizers.SGD(rates), compression=dgc.Compression.dgc(**m.SPARSE), run_eagerly=True)
+    m.assert_raises(lambda: m.fit(model, 5), "'learning_rate' is 0.01 on rank 0 and 0.02 on rank 1")
+
+
+@case(library=["dgc", "hvd"])
+def momentum_that_one_rank_changes(library):
+    model, inner = m.make_model(), keras.optimizers.SGD(0.05, momentum=0.9)
+    compression = dgc.Compression.dgc(m.raw(model.trainable_variables), optimizer=inner, **m.SPARSE)
+    step = functools.partial(m.tape_step, model, compression, library={"dgc": dgc, "hvd": hvd}[library])
+    step()
+    inner.momentum = 0.5 if LAST else 0.9
+    text = m.assert_raises(step, "is 0.9 on rank 0 and 0.5 on rank 1", "disagree in step 1 about")
+    assert re.search(r"'momentum of \S*kernel' is", text), text
+
+
+@case
+def a_layer_that_only_one_rank_freezes():
+    variables = [tf.Variable(tf.ones([40, 40]), name=name) for name in ("first", "second")]
+    compression = dgc.Compression.dgc(momentum=0.0, **m.SPARSE)
+
+    def step(count):
+        used = variables[:count]
+        return m.reduced(lambda: tf.add_n([tf.reduce_sum(v**2) for v in used]), variables, compression)
+
+    step(2)
+    shown = "'without a gradient' is [] on rank 0 and [\"second\"] on rank 1"
+    m.assert_raises(lambda: step(1 if LAST else 2), shown)
 
 
 @case
@@ -69,6 +151,30 @@ def a_restored_model_on_one_rank_and_the_callbacks_in_the_wrong_order():
         dgck.callbacks.BroadcastGlobalVariablesCallback(0),
     ]
     m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), "have made [2, 0] steps", "after Broadcast")
+
+
+@case(broadcasts=[False, True])
+def compression_on_one_rank_alone(broadcasts):
+    compression = None if hvd.rank() else dgc.Compression.dgc(momentum=0.0, **m.SPARSE)
+    callbacks = [dgck.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcasts else []
+    model = m.compiled(keras.optimizers.SGD(0.1), compression=compression, run_eagerly=True)
+    told = "rank 1 has no compressor of dgc's, and rank 0 has one", "compression="
+    m.assert_raises(lambda: m.fit(model, 2, callbacks=callbacks), *told)
+
+
+@case
+def a_layer_that_differs_is_named_before_anything_is_broadcast():
+    def fit(widths):
+        model = keras.Sequential([keras.layers.Input((20,)), *(keras.layers.Dense(w) for w in widths)])
+        m.compiled(keras.optimizers.SGD(0.1, momentum=0.9), model, compression=dgc.Compression.dgc(**m.SPARSE))
+        m.fit(model, 2, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+    text = m.assert_raises(lambda: fit([16, 24 if hvd.rank() else 32, 3]), "variables differ between ranks")
+    assert re.search(r"'\S*kernel' \(16, 32\) float32 on rank 0 and '\S*kernel' \(16, 24\) float32 on rank 1", text), (
+        text
+    )
+    text = m.assert_raises(lambda: fit([16] * (2 - hvd.rank()) + [3]), "variables differ between ranks")
+    assert "kernel" in text, text
 
 
 @case

@@ -7,7 +7,7 @@ import horovod.tensorflow as hvd
 import models as m
 import numpy as np
 import tensorflow as tf
-from worker_tools import case
+from worker_tools import SkipCase, case
 
 import dgc.tensorflow as dgc
 
@@ -177,6 +177,25 @@ def our_checkpoint_of_tensorflow_fits_a_dense_run_and_ours():
             assert int(other.optimizer.iterations) == STEPS
             fit(other, 1, STEPS)
             assert int(other.optimizer.iterations) == STEPS + 1
+
+
+OPTIMIZERS = {
+    "SGD": lambda: sgd(),
+    "Adam": lambda: keras.optimizers.Adam(m.schedule()),
+    "LossScaleOptimizer": lambda: keras.mixed_precision.LossScaleOptimizer(sgd()),
+}
+
+
+@case(optimizer=OPTIMIZERS)
+def an_h5_file_keeps_the_number_of_iterations(optimizer):
+    if m.LEGACY and optimizer == "LossScaleOptimizer":
+        raise SkipCase("tf_keras loses the state of its LossScaleOptimizer in .h5, and does not find ours inside")
+    model = m.compiled(OPTIMIZERS[optimizer](), compression=dgc.Compression.dgc(**m.SPARSE), run_eagerly=True)
+    m.fit(model, 3)
+    with Folder() as folder:
+        model.save(f"{folder}/model.h5")
+        loaded = keras.models.load_model(f"{folder}/model.h5")
+    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) == 3
 
 
 @case

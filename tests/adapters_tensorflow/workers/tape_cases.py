@@ -127,7 +127,7 @@ def after_an_error_training_goes_on_from_a_reset_or_a_loaded_state():
 def the_documented_loops():
     """docs/tensorflow.md, word for word: a plain loop, and one with a loss scale."""
     plain, scaled = shown("tensorflow.md", "Custom loops")
-    names = {}
+    names = {"total_steps": 20}
     m.keras.utils.set_random_seed(1)
     exec(plain, names)
     x, y = tf.ones([4, 20]) * (1 + hvd.rank()), tf.constant([0, 1, 2, 3])

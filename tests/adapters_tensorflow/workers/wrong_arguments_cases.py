@@ -242,11 +242,15 @@ def an_open_shape():
 
 
 @case("keras3")
-def horovods_keras_3_optimizer_diverges_and_is_refused_with_our_compressor():
+def horovods_keras_3_optimizer_diverges_and_is_refused():
     model = m.compile_model(dgc.Compression.none, wrapper=False)
     m.fit(model, 10)
     assert m.replicas_differ(m.values(model)), "Horovod averages under Keras 3 now: the refusal can go"
-    m.assert_raises(lambda: m.compile_model({}, wrapper=False), "does not average gradients under Keras 3")
+    root, text = dgck.callbacks.BroadcastGlobalVariablesCallback(0), "does not average gradients under Keras 3"
+    m.assert_raises(lambda: m.fit(model, 1, callbacks=[root]), text)
+    m.assert_raises(lambda: m.compile_model({}, wrapper=False), text)  # also without the callback
+    one = m.compile_model(dgc.Compression.none, wrapper=hvd.rank() == 1, run_eagerly=True)
+    m.assert_raises(lambda: m.fit(one, 1, callbacks=[root]), text)
 
 
 @case("legacy")

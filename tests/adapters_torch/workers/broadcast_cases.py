@@ -55,6 +55,27 @@ def it_moves_no_parameter_of_a_rank_that_has_loaded_no_checkpoint(way, name):
     assert_replicas_identical(model)
 
 
+@case(order=("parameters, state", "state, parameters"))
+def before_the_wrapping_the_parameters_come_last(order):
+    """Horovod steps the plain optimizers of ranks without a state, and their decay moves parameters."""
+    model, rank = make_model(seed=hvd.rank()), hvd.rank()
+    optimizer = sgd(model, weight_decay=0.1)
+    if rank == 0:
+        train(optimizer, model, 2)
+    for what in order.split(", "):
+        if what == "state":
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        else:
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer, _ = wrap("b", model, optimizer, sparsity=0.9)
+    if order == "state, parameters":
+        train(optimizer, model, 3)
+        assert_replicas_identical(model)
+    else:
+        match = "broadcast_optimizer_state.* and, after it, hvd.broadcast_parameters.*weight decay moves"
+        on_every_rank(dgc.ConfigError, match, lambda: train(optimizer, model, 1))
+
+
 @case(way="ab")
 def after_loading_a_checkpoint_on_all_ranks_it_changes_nothing(way):
     straight, resumed = make_model(), make_model(seed=4)

@@ -4,8 +4,8 @@ import warnings
 
 import horovod.torch as hvd
 import torch
-from adapters_torch.workers.models import flat, make_model, train
-from adapters_torch.workers.tensors import unpickling_is_an_error
+from adapters_torch.workers.models import flat, make_model, on_every_rank, train
+from adapters_torch.workers.tensors import assert_replicas_identical, unpickling_is_an_error
 from worker_tools import case
 
 import dgc.torch as dgc
@@ -71,6 +71,16 @@ def residuals_of_a_rank_that_left_begin_at_zero():
     state.end()
 
 
+@case
+def a_state_that_one_rank_cannot_send_is_an_error_on_all_ranks():
+    state, _ = committed()
+    state._committed = hvd.allgather_object(state._committed)[(hvd.rank() + 1) % hvd.size()]
+    if hvd.rank() == 1:
+        state._committed["more"] = object()
+    on_every_rank(dgc.ConfigError, "the compressor's state holds a object, which is not sent", state.begin)
+    state.end()
+
+
 DECAYS = {
     "SGD": {"weight_decay": 0.01},
     "ASGD": {"weight_decay": 0.01, "lambd": 0.5},
@@ -90,3 +100,41 @@ def ranks_take_the_options_and_parameters_of_rank_0(name):
     assert {key: group[key] for key in own} == {"lr": 0.1, **DECAYS[name]}
     assert ("weight_decay" in group) == bool(DECAYS[name])
     assert torch.equal(flat(model), flat(make_model()))
+
+
+@case
+def another_group_of_ranks_finds_no_hooks_of_the_last_one():
+    """SGD updates only the received entries as long as no hook may look at whole gradients."""
+    state, _ = committed()
+    found = []
+    for _ in range(3):
+        state.begin()
+        train(state.optimizer, state.model, 2)
+        hooks = sum(len(value) for name, value in vars(state.optimizer).items() if name.endswith("_hooks"))
+        found.append((state.compression.describe()["updates"], hooks))
+        state.end()
+    assert found == [("sparse", found[0][1])] * 3, found
+
+
+@case
+def with_step_ahead_what_was_committed_is_the_same_on_all_ranks():
+    """So a rank that came without a state goes on like the others, after a restore, too."""
+    model = make_model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    state = TorchState(model, optimizer, dgc.Compression.dgc(steps=100))
+    before = flat(model).clone()
+    for restored in (False, False, True):
+        if restored:
+            state.begin()
+            train(optimizer, model, 2)
+            state.end()
+            state.restore()
+            assert torch.equal(flat(model), before)
+            state._committed = None if hvd.rank() == 1 else state._committed
+        state.begin()
+        assert state.compression.config.steps_ahead
+        train(optimizer, model, 3)
+        state.save()
+        before = flat(model).clone()
+        assert_replicas_identical([flat(model), *(s["exp_avg"].flatten() for s in optimizer.state.values())])
+        state.end()

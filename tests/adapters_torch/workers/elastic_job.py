@@ -1,6 +1,7 @@
 """An elastic job that loses a rank and gets another one; run by test_elastic.py.
 
-Arguments: a folder with the file of hosts, the number of ranks, and how one is lost: "killed" or "discovery".
+Arguments: a folder with the file of hosts, the number of ranks, and how one is lost: "killed" in a step, "syncing"
+(killed while the others are in the state's ``sync()``) or "discovery".
 """
 
 import os
@@ -46,7 +47,7 @@ def lose_the_last_rank():
     if hvd.rank() < full - 1:
         return
     lost.write_text(hosts.read_text())
-    if way == "killed":
+    if way != "discovery":
         os.kill(os.getpid(), signal.SIGKILL)
     offer(line for line in lost.read_text().splitlines(keepends=True) if os.environ["HOROVOD_HOSTNAME"] not in line)
 
@@ -76,5 +77,7 @@ def train(state):
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
+    if way == "syncing" and not lost.exists():
+        lose_the_last_rank()
     train(state)
 report({"warnings": [str(w.message) for w in caught if "had not sent" in str(w.message)]})

@@ -280,7 +280,8 @@ def momentum_0_leaves_the_moment_in_the_optimizer():
 def with_steps_the_second_moment_gets_a_longer_memory_after_30_percent_of_them():
     for own, later in ((0.95, 0.99), (0.999, 0.999)):
         model, seen = make_model(), []
-        optimizer, _ = wrap("b", model, adamw(model.parameters(), betas=(0.9, own)), steps=20)
+        options = {"steps": 20, "error_feedback": "classic"}
+        optimizer, _ = wrap("b", model, adamw(model.parameters(), betas=(0.9, own)), **options)
         optimizer.register_step_pre_hook(lambda o, *_, seen=seen: seen.append(o.param_groups[0]["betas"]))
         train(optimizer, model, 10)
         assert seen == [(0.0, own)] * 6 + [(0.0, later)] * 4
@@ -333,7 +334,7 @@ def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
         (torch.optim.AdamW, {}, 1),
         (Lion, {}, 1),
         (torch.optim.RMSprop, {"sparsity": 0.999}, 1),
-        (torch.optim.AdamW, {"steps": 100_000}, 0),
+        (torch.optim.AdamW, {"steps": 100_000, "error_feedback": "classic"}, 0),
         (torch.optim.AdamW, {"sparsity": 0.95}, 0),
         (torch.optim.SGD, {}, 0),
     ):

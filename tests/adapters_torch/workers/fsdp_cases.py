@@ -379,3 +379,28 @@ def join_is_refused():
     optimizer, compression = wrap(model, sparsity=0.9)
     train(optimizer, model, 1)
     on_every_rank(dgc.ConfigError, "join.* FSDP's shards", lambda: dgc.join(compression))
+
+
+@case(late=(False, True))
+def nodes_step_ahead_with_adamw(late):
+    """Each shard has its own shared values; the whole model is equal on all ranks after the last of the steps."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"error_feedback": "step-ahead", "late": True} if late else {}
+    optimizer, compression = wrap(model, optimizer, steps=40, min_numel=64, **options)
+    assert compression.config.steps_ahead
+    losses = []
+    for step in range(40):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        if step == 20:
+            own = gathered(digest(compression.engine.ahead.shared))
+            assert own[:2] == own[2:], "shared values differ between nodes"
+            whole = gathered(digest([p.full_tensor() for p in model.parameters()]))
+            assert whole[0] == whole[1] != whole[2], "each node has its own parameters"
+    assert len(set(gathered(digest([p.full_tensor() for p in model.parameters()])))) == 1
+    assert losses[-1] < 0.9 * losses[0]

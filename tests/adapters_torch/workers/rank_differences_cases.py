@@ -52,6 +52,19 @@ def momentum_of_the_optimizer(way):
     on_every_rank(dgc.LayoutError, "momentum=0.9.*momentum=0.8", lambda: wrap(way, model, different))
 
 
+ADAMW = {"eps": (1e-8, 1e-6), "weight_decay": (0.1, 0.01), "betas": ((0.9, 0.99), (0.9, 0.999))}
+
+
+@case(way="ab", name=ADAMW)
+def options_that_the_optimizer_applies_itself(way, name):
+    model = make_model()
+    different = torch.optim.AdamW(model.parameters(), **{name: ADAMW[name][hvd.rank()]})
+    optimizer, _ = wrap(way, model, different, sparsity=0.9)
+    before = [p.detach().clone() for p in model.parameters()]
+    on_every_rank(dgc.ConfigError, f"'{name} of group 0' is .* on rank 0", lambda: train(optimizer, model, 1))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 @case(way="ab")
 def compressors(way):
     model = make_model()

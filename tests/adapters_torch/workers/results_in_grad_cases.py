@@ -2,10 +2,22 @@
 
 import horovod.torch as hvd
 import torch
-from models import close, distribute, flat, loss_of, make_model, on_every_rank, sgd, train, wrap
+from models import (
+    assert_replicas_identical,
+    batch,
+    close,
+    distribute,
+    flat,
+    loss_of,
+    make_model,
+    on_every_rank,
+    sgd,
+    train,
+    wrap,
+)
 from worker_tools import case
 
-from dgc.errors import ConfigError
+from dgc.errors import ConfigError, LayoutError
 
 EXACT = dict(sparsity=0.0, momentum_masking=False, values="float32", small="float32")
 SPARSE = dict(sparsity=0.99, bucket_bytes=40_000)
@@ -187,3 +199,24 @@ CLEARED = {"zero_grad": cleared_between, "data": zeroed_through_data}
 def what_was_cleared_is_no_error(way, step):
     expected = trained(way, CLEARED[step], sparse_updates=False, **SPARSE)
     assert torch.equal(trained(way, CLEARED[step], **SPARSE), expected)
+
+
+@case(way="ab", cast=("double", "bfloat16"))
+def a_model_that_is_cast_after_a_step_has_cleared_its_gradients(way, cast):
+    """Torch drops Horovod's hooks then, and ``step()`` finds all gradients of the pass at once."""
+    model, optimizer, _ = wrapped(way, sparsity=0.9)
+    train(optimizer, model, 1)
+    getattr(model, cast)()
+
+    def step():
+        optimizer.zero_grad()
+        x, y = batch(1)
+        torch.nn.functional.cross_entropy(model(x.to(model.first.weight.dtype)), y).backward()
+        optimizer.step()
+
+    if cast == "double":
+        on_every_rank(LayoutError, "before the optimizer is wrapped", step)
+    else:
+        step()
+        step()
+        assert_replicas_identical(model)

@@ -299,7 +299,7 @@ def an_exchange_in_a_later_step_holds_no_gradient_of_this_one():
     optimizer, compression = wrap("b", model, sgd(model), **SPARSE)
     for step in range(3):
         plain(optimizer, model, step)
-    given = [b.at.step.submissions for b in compression.engine.exchange._buckets]
+    given = [b.step.submissions for b in compression.engine.exchange._buckets]
     assert not any(given), "the gradients' memory is kept"
 
 

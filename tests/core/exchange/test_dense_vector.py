@@ -6,7 +6,7 @@ from exchange_tools import gradient, parameters
 
 from dgc.core.compressors import make_config
 from dgc.core.exchange.dense import DenseVector
-from dgc.core.exchange.encoders import entry_plan
+from dgc.core.exchange.sizes import Setting
 from dgc.core.exchange.step import Hyper, Step, Submission, Submissions
 from dgc.core.kernels import base
 from dgc.core.kernels.base import is_finite
@@ -35,9 +35,9 @@ def written(monkeypatch, small, *, decay, nesterov):
         step.submissions.add(
             i, Submission(gradient(0, 0, i, size), results[i], weights if hyper.weight_decay[i] else None)
         )
-    plan = entry_plan(bucket, make_config({"small": "float32"}), 0.001, 2)
-    vector, u = DenseVector(bucket, ReferenceKernels()), np.zeros(bucket.size, np.float32)
-    vector.start(plan)
+    start, u = bucket.sparse_size, np.zeros(bucket.size, np.float32)
+    vector = DenseVector(Setting(bucket, config, 0.001, 2), start=start, origin=start)
+    vector.allocate(ReferenceKernels())
     for segment in bucket.segments:
         u[segment.slice] = gradient(1, 0, segment.parameter, segment.length)
     assert not vector.begin_packing(step)()

@@ -9,7 +9,9 @@ from dgc.core import compressors
 from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.compressors.quantizers import Onebit, Qsgd
 from dgc.core.compressors.sparsifiers import Topk
-from dgc.core.exchange.encoders import AlgorithmEncoder, TopKEncoder, is_unchanged, kernels_select, make_encoders
+from dgc.core.exchange.choice import make_plans
+from dgc.core.exchange.encoders import AlgorithmEncoder, TopKEncoder, is_unchanged, kernels_select
+from dgc.core.exchange.sizes import Setting
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError, LayoutError
@@ -19,7 +21,11 @@ TRANSPORT = SimpleNamespace(rank=0, size=2, name="none", has_alltoall=False)
 
 def encoders(config, specs=None, kernels=None):
     layout = make_layout(specs or parameters(), config)
-    return layout, make_encoders(layout, config, kernels or ReferenceKernels(), TRANSPORT)
+    made = [
+        plans[1.0 - config.sparsity[-1]]
+        for plans in make_plans(layout, config, kernels or ReferenceKernels(), TRANSPORT)
+    ]
+    return layout, [plan.encoder for plan in made if plan.encoder.ks]
 
 
 @pytest.mark.parametrize("name", compressor_names())
@@ -52,8 +58,9 @@ def test_an_algorithm_refuses_the_kernels_of_a_device():
         on_device = True
 
     layout = make_layout(parameters(), config := make_config({"min_numel": 64}, algorithm="qsgd"))
+    setting = Setting(layout.buckets[0], config, 1.0, 2)
     with pytest.raises(ConfigError, match="'qsgd' works on host memory; give it the kernels of the CPU"):
-        AlgorithmEncoder(layout.buckets[0], SimpleNamespace(name="qsgd", config=config), OnDevice(), TRANSPORT, layout)
+        AlgorithmEncoder(setting, SimpleNamespace(name="qsgd", config=config), OnDevice(), TRANSPORT, layout)
 
 
 def test_a_message_of_2_gib_is_refused_before_training():

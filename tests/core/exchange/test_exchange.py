@@ -201,7 +201,7 @@ def test_a_refused_step_without_a_scaler_is_told_once_with_rank_parameter_and_st
         warnings.simplefilter("always")
         on_ranks(2, steps, loss_scale=(lambda: 1.0) if scaled else 1.0)
     texts = sorted(str(w.message) for w in caught)
-    expected = [] if scaled else ["rank 1 in the gradient of 'fc.weight'", "rank 1, whose own warning"]
+    expected = [] if scaled else ["rank 1 in the gradient of 'fc.weight'", "rank 1, whose own message"]
     assert len(texts) == len(expected), texts
     for text, part in zip(texts, expected, strict=True):
         assert part in text

@@ -1,17 +1,20 @@
 """Ranks without data: they take part with zeros and the joined flag, until no rank has data."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from exchange_tools import gradients, on_ranks, run_step
 from fake_device import fake_kernels, needs_compiler
 
-from dgc.core.exchange.step import StepOptions
+from dgc.core.exchange.step import Hyper, StepOptions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.message import Flags
+from dgc.errors import ConfigError
 
 OPTIONS = {
     "selected": {"sparsity": 0.9, "momentum": 0.9},
-    "dense sum": {"sparsity": 0.5, "momentum": 0.9},
+    "dense sum": {"sparsity": 0.25, "indices": "uint16", "momentum": 0.9},
     "coded": {"sparsity": 0.9, "small": "int8", "values": "int8", "bucket_bytes": 2048},
     "terngrad": {"algorithm": "terngrad"},
 }
@@ -39,6 +42,7 @@ def test_a_step_in_which_every_rank_has_joined_is_undone(name, make_kernels):
         pytest.skip("works on host memory")
 
     def steps(exchange, rank):
+        assert (exchange.ways() == "dense sum") is (name == "dense sum")
         for step in range(2):
             step_with(exchange, (), step)
         before = content(exchange)
@@ -76,3 +80,15 @@ def test_a_state_begins_without_joined_ranks(recover):
         assert all(np.allclose(each, 1.0) for each in results)
 
     on_ranks(2, steps, sparsity=0.0, values="float32", small="float32")
+
+
+def test_ranks_that_disagree_are_an_error_also_on_a_rank_without_data():
+    """Otherwise it waits in the next step for ranks that have raised an error."""
+
+    def steps(exchange, rank):
+        hyper = Hyper.uniform(len(exchange.layout.parameters), exchange.config)
+        options = StepOptions(replace(hyper, learning_rates=(0.1 * (1 + rank),)), joins=0 if rank else Flags.JOINED)
+        with pytest.raises(ConfigError, match=r"rank 2 and rank 1 disagree in step 0|rank 1 and rank 2 disagree"):
+            run_step(exchange, gradients(0, rank), options=options)
+
+    on_ranks(3, steps, sparsity=0.9)

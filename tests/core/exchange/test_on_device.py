@@ -22,7 +22,7 @@ CASES = {
     "few bits": {"indices": "elias_fano", "values": "int2", "small": "int3", "momentum": 0.9},
     "no masking": {"values": "int8", "momentum": 0.9, "momentum_masking": False},
     "ramp-up": {"momentum": 0.9, "nesterov": True, "sparsity": [0.9, 0.99], "rampup_begin_step": 2, "rampup_step": 4},
-    "dense sum": {"momentum": 0.9, "sparsity": 0.5, "weight_decay": 0.01},
+    "dense sum": {"momentum": 0.9, "sparsity": 0.25, "indices": "uint16", "weight_decay": 0.01},
     "dense": {"momentum": 0.9, "rampup_begin_step": 100, "weight_decay": 0.01},
     "clipping": {"momentum": 0.9, "local_grad_clip_norm": 0.5},
     "global clipping": {"momentum": 0.9, "local_grad_clip_norm": 0.5, "clip_scope": "global", "bucket_bytes": 40000},
@@ -37,6 +37,7 @@ def run(make_kernels, ranks, steps, *, dtype="float32", limit=None, spoil=None, 
     """Some steps on all ranks; parameters stay as they are, so that no step needs the one before."""
 
     def one_rank(exchange, rank):
+        assert (exchange.ways() == "dense sum") is ("indices" in options and options["indices"] == "uint16")
         rng = np.random.default_rng(1)
         params = [rng.standard_normal(p.numel).astype(dtype) for p in exchange.layout.parameters]
         done = []

@@ -4,17 +4,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from exchange_tools import errors_of, gradients, make_exchange, on_ranks, run_step, same_results
+from exchange_tools import errors_of, gradients, make_exchange, on_ranks, parameters, run_step, same_results
 from fake_device import fake_kernels, needs_compiler
 
-from dgc.core import message
 from dgc.core.collectives import Transport, as_transport
+from dgc.core.compressors import make_config
 from dgc.core.compressors.base import SparseValues
+from dgc.core.exchange import owners, sizes
+from dgc.core.exchange.encoders import TopKEncoder
 from dgc.core.exchange.owners import Owners
+from dgc.core.exchange.sizes import Setting
+from dgc.core.exchange.stats import StepStats
 from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
-from dgc.core.message import Dealing, Flags
+from dgc.core.layout import make_layout
+from dgc.core.message import Flags, Incoming
 from dgc.core.saved import resized
 from dgc.core.state import BucketState
 from dgc.core.stripes import owners_of
@@ -32,8 +37,9 @@ WHEREVER = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def few_sums(monkeypatch):
-    """Let owners save enough bytes on 8 ranks, as they do by default on more."""
-    monkeypatch.setattr(message, "SUMS_PER_ENTRY", 2)
+    """Let owners pay on 8 ranks and small tensors, as they do by default on more ranks and larger tensors."""
+    monkeypatch.setattr(owners, "SUMS_PER_ENTRY", 2)
+    monkeypatch.setattr(sizes, "COLLECTIVE_BYTES", 0)
 
 
 def make(transport, **options):
@@ -64,7 +70,7 @@ def train(ranks=RANKS, steps=4, poisoned=None, **options):
     """Returns per rank the sum of results, the sum of gradients, v and w, by name; and the exchange."""
 
     def one_rank(exchange, rank):
-        assert all(bucket.encoder.plan_at(1 - exchange.config.sparsity[-1]).dealing for bucket in exchange._buckets)
+        assert exchange.ways() == "owners"
         sent, came = ({n: np.zeros(np.prod(SHAPES[n])) for n in SHAPES} for _ in range(2))
         for step in range(steps):
             grads = given(step, rank, np.nan if poisoned == (step, rank) else None)
@@ -96,25 +102,34 @@ def test_what_was_given_was_sent_or_is_in_v_or_in_w(values, make_kernels):
 
 
 def test_entries_that_do_not_fit_a_part_stay_in_v(monkeypatch):
-    monkeypatch.setattr(message, "PART_MARGIN", -4.0)
+    monkeypatch.setattr(owners, "PART_MARGIN", -4.0)
     rows = train(steps=1)
     is_conserved(rows)
-    room = rows[0][3]._buckets[0].at.plan.dealing.capacity * RANKS
+    room = rows[0][3]._buckets[0].plan.capacity * RANKS
     for row in rows:
-        assert row[3].stats.last.entries_sent <= room < sum(row[3]._buckets[0].at.plan.ks)
+        assert row[3].stats.last.entries_sent <= room < sum(row[3]._buckets[0].plan.encoder.ks)
+
+
+def plan_of(transport, density):
+    """One rank's plan of the only bucket, in the middle of a step, and that bucket."""
+    config = make_config({"min_numel": 64, "values": "float32", "small": "float32"})
+    (bucket,) = make_layout(parameters(SHAPES), config).buckets
+    setting = Setting(bucket, config, density, RANKS, transport.rank)
+    plan = Owners(setting, TopKEncoder(setting))
+    plan.begin(SimpleNamespace(number=0, fingerprint=0, stats=StepStats()))
+    plan.prepare(transport, ReferenceKernels())
+    return plan, bucket
 
 
 def test_of_entries_that_do_not_fit_the_smallest_stay(monkeypatch):
-    monkeypatch.setattr(message, "PART_MARGIN", -4.0)
-    bucket = make_exchange(SimpleNamespace(rank=0, size=1, inside=None, has_alltoall=False), SHAPES).layout.buckets[0]
-    dealing = Dealing(bucket, (800,), RANKS, "elias_fano", "float32")
-    owners = Owners(bucket, SimpleNamespace(rank=0, size=RANKS), ReferenceKernels())
-    owners.start(SimpleNamespace(dealing=dealing))
+    monkeypatch.setattr(owners, "PART_MARGIN", -4.0)
+    plan, _ = plan_of(SimpleNamespace(rank=0, size=RANKS), 0.03)
     values = np.random.default_rng(0).standard_normal(800).astype(np.float32)
-    sent = owners.write_parts(SparseValues(np.arange(800), values))
+    sent = plan.write_parts(SparseValues(np.arange(800), values))
+    assert 0 < plan.capacity < 100
     for rank in range(RANKS):
         mine = np.flatnonzero(owners_of(np.arange(800), RANKS) == rank)
-        largest = mine[np.argsort(-np.abs(values[mine]))[: dealing.capacity]]
+        largest = mine[np.argsort(-np.abs(values[mine]))[: plan.capacity]]
         np.testing.assert_array_equal(sent.positions[owners_of(sent.positions, RANKS) == rank], np.sort(largest))
 
 
@@ -134,9 +149,9 @@ def test_all_kernels_have_the_same_results():
 
 
 def test_with_room_for_all_the_owners_sums_are_those_of_all_entries(monkeypatch):
-    monkeypatch.setattr(message, "PART_MARGIN", 100.0)
-    monkeypatch.setattr(message, "SUMS_PER_ENTRY", 1000)
-    bucket = make_exchange(SimpleNamespace(rank=0, size=1, inside=None, has_alltoall=False), SHAPES).layout.buckets[0]
+    monkeypatch.setattr(owners, "PART_MARGIN", 100.0)
+    monkeypatch.setattr(owners, "SUMS_PER_ENTRY", 1000)
+    bucket = plan_of(SimpleNamespace(rank=0, size=RANKS), 0.03)[1]
     k, expected = 900, np.zeros(bucket.sparse_size, np.float32)
     inside = np.concatenate([np.arange(s.offset, s.slice.stop) for s in bucket.sparse])
     entries = []
@@ -147,17 +162,16 @@ def test_with_room_for_all_the_owners_sums_are_those_of_all_entries(monkeypatch)
         expected[positions] += entries[-1].values
 
     def rank(transport):
-        dealing = Dealing(bucket, (600, 200, 100), RANKS, "elias_fano", "float32")
-        owners = Owners(bucket, transport, ReferenceKernels())
-        owners.start(SimpleNamespace(dealing=dealing))
-        owners.write_parts(entries[transport.rank])
-        owners.exchange()
-        payload = np.zeros(dealing.second[0].max_bytes, np.uint8)
-        state = BucketState(bucket, ReferenceKernels().memory, dealing.stripes[transport.rank])
-        count, nonfinite = owners.add_up(state, payload, np.empty(0, np.uint8))
+        plan, _ = plan_of(transport, 0.03)
+        plan.write_parts(entries[transport.rank])
+        plan.send_parts()
+        state = BucketState(bucket, ReferenceKernels().memory, plan.stripes)
+        count, nonfinite = plan.add_up_parts(state)
         assert not nonfinite
-        assert not owners.next_w.any()
-        found = owners.decode(SimpleNamespace(sender=transport.rank, payload=payload, count=count))
+        plan.commit(state)
+        assert not state.w.any()
+        payload = plan.messages.payload
+        found = plan.decode(Incoming(transport.rank, "", count, False, payload, payload, payload, 0))
         assert (owners_of(found.positions, RANKS) == transport.rank).all()
         return found
 
@@ -199,15 +213,15 @@ def test_an_error_before_the_parts_are_out_reaches_all_ranks():
 
 
 def test_an_error_in_the_preparation_of_one_rank_is_an_error_on_all(monkeypatch):
-    start, failed = Owners.start, []
+    prepare, failed = Owners.prepare, []
 
-    def start_once(self, plan):
-        if self._transport.rank == 3 and not failed:
+    def fail_once(self, transport, kernels):
+        if transport.rank == 3 and not failed:
             failed.append(True)
             raise WireError("no memory is left")
-        start(self, plan)
+        prepare(self, transport, kernels)
 
-    monkeypatch.setattr(Owners, "start", start_once)
+    monkeypatch.setattr(Owners, "prepare", fail_once)
     errors = errors_of(RANKS, lambda exchange, rank: run_step(exchange, given(0, rank)), SHAPES, **OPTIONS)
     assert all("no memory is left" in str(error) for error in errors)
 
@@ -353,7 +367,7 @@ def test_a_loaded_run_goes_on_bit_for_bit():
 
 @pytest.mark.parametrize("sizes", [(RANKS, 3, 16, 5), (4, 2, 3)], ids=str)
 def test_another_number_of_ranks_keeps_the_mean_of_what_was_not_sent(monkeypatch, sizes):
-    monkeypatch.setattr(message, "SUMS_PER_ENTRY", 0.5)  # with more, 4 ranks gather
+    monkeypatch.setattr(owners, "SUMS_PER_ENTRY", 0.5)  # with more, 4 ranks gather
     rows = train(sizes[0])
     states = [row[3].state.to_dict() for row in rows]
     assert any(row[2]["a"][1].any() for row in rows)
@@ -415,10 +429,10 @@ def test_the_bytes_that_came_are_those_of_the_plan_and_of_the_statistics():
         exchange = make(carrier, values="int2")
         run_step(exchange, given(0, transport.rank))
         exchange.close()
-        plan, last = exchange._buckets[0].at.plan, exchange.stats.last
-        assert sum(came) == last.bytes_received == (RANKS - 1) * (plan.dealing.part_bytes + plan.message_bytes)
-        assert plan.traffic(RANKS)[:2] == (2 * (RANKS - 1), sum(came))
-        assert last.bytes_sent == (RANKS - 1) * plan.dealing.part_bytes + plan.message_bytes
+        plan, last = exchange._buckets[0].plan, exchange.stats.last
+        assert sum(came) == last.bytes_received == (RANKS - 1) * (plan.part_bytes + plan.form.nbytes)
+        assert plan.traffic == (2 * (RANKS - 1), sum(came), 2)
+        assert last.bytes_sent == (RANKS - 1) * plan.part_bytes + plan.form.nbytes
 
     run_ranks(RANKS, rank)
 
@@ -442,10 +456,9 @@ def test_it_says_which_exchange_was_chosen(ranks, options, way):
 @pytest.mark.parametrize("options", [{"bucket_bytes": 2000}, {"exchange": "gather"}], ids=str)
 def test_only_a_bucket_with_owners_holds_w(options):
     def rank(exchange, _):
-        plans = [bucket.encoder.plan_at(1 - exchange.config.sparsity[-1]) for bucket in exchange._buckets]
+        plans = [bucket.plans[1 - exchange.config.sparsity[-1]] for bucket in exchange._buckets]
         return [
-            (plan.dealing is not None, state.w.size > 0)
-            for plan, state in zip(plans, exchange.state.buckets, strict=True)
+            (plan.way == "owners", state.w.size > 0) for plan, state in zip(plans, exchange.state.buckets, strict=True)
         ]
 
     (found, *_) = on_owners(rank, **options)
@@ -476,7 +489,7 @@ def test_topk_deals():
 
 def test_nodes_deal_as_single_ranks():
     def steps(exchange, rank):
-        assert exchange._buckets[0].encoder.plan_at(1 - exchange.config.sparsity[-1]).dealing
+        assert exchange.ways() == "owners"
         results = [run_step(exchange, given(s, rank))[1] for s in range(3)]
         return results, exchange.state.buckets[0].w
 
@@ -484,6 +497,24 @@ def test_nodes_deal_as_single_ranks():
     for i, (results, w) in enumerate(rows):
         np.testing.assert_array_equal(w, rows[i - i % 2][1])
         same_results(rows[0][0], results)
+
+
+@needs_compiler
+def test_on_a_device_all_buckets_add_up_sums_on_the_same_threads(monkeypatch):
+    made, usual = [], NumbaKernels.__init__
+
+    def counted(self, *arguments):
+        made.append(self)
+        usual(self, *arguments)
+
+    monkeypatch.setattr(NumbaKernels, "__init__", counted)
+
+    def step(exchange, rank):
+        assert (exchange.ways(), len(exchange._buckets)) == ("owners", 3)
+        run_step(exchange, given(0, rank))
+
+    on_owners(step, kernels=fake_kernels(), bucket_bytes=30_000)
+    assert len(made) == RANKS, "each rank has its own exchange"
 
 
 def test_a_loaded_job_selects_the_same_sums():

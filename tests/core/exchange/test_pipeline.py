@@ -7,7 +7,7 @@ import pytest
 from exchange_tools import gradients, on_ranks, run_step, same_results
 from fake_device import fake_kernels, host
 
-from dgc.core.exchange.bucket import BucketStep
+from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.errors import DGCError
 
@@ -85,13 +85,13 @@ def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(
     events = []
 
     def note(name):
-        real = getattr(BucketStep, name)
+        real = getattr(BucketExchange, name)
 
         def noted(self):
-            events.append((name, self._parts.bucket.index))
+            events.append((name, self.bucket.index))
             return real(self)
 
-        monkeypatch.setattr(BucketStep, name, noted)
+        monkeypatch.setattr(BucketExchange, name, noted)
 
     note("begin")
     note("run")
@@ -102,7 +102,7 @@ def test_the_next_bucket_is_begun_before_one_has_run_where_threads_are_to_spare(
 
     on(1, step, NumbaKernels(threads))
     if threads == 1:
-        assert events == [("run", b) for b in range(BUCKETS)]
+        assert events == [(name, b) for b in range(BUCKETS) for name in ("run", "begin")]
     else:
         expected = [("begin", 0)]
         for b in range(BUCKETS):
@@ -120,14 +120,14 @@ def test_a_failure_with_a_bucket_begun_reaches_all_ranks_and_leaves_nothing_runn
         buckets = exchange._buckets
         if rank == 1:
             if fails == "to begin the third bucket":
-                buckets[2].encoder.begin = broken
+                buckets[2].plan.encoder.begin = broken
             else:
-                buckets[0].messages.finish = broken
+                buckets[0].plan.messages.finish = broken
         with pytest.raises(DGCError, match="no memory left"):
             run_step(exchange, gradients(1, rank, SHAPES))
-        assert all(bucket.at._begun is None for bucket in buckets)
-        vars(buckets[2].encoder).pop("begin", None)
-        vars(buckets[0].messages).pop("finish", None)
+        assert all(bucket._begun is None for bucket in buckets)
+        vars(buckets[2].plan.encoder).pop("begin", None)
+        vars(buckets[0].plan.messages).pop("finish", None)
         exchange.reset()
         return [run_step(exchange, gradients(step, rank, SHAPES))[1] for step in range(3)]
 

@@ -43,6 +43,21 @@ def test_a_rank_that_fails_again_after_its_error_begins_no_step_that_the_others_
     assert on_ranks(2, steps, sparsity=0.9) == [1, 1]
 
 
+def test_a_rank_that_fails_in_a_dense_step_calls_only_what_the_others_call():
+    """TernGrad's ranks agree on a scale by an allreduce, but not in a step that is sent dense."""
+
+    def steps(exchange, rank):
+        if rank == 1:
+            with pytest.raises(LayoutError, match="mine"):
+                exchange.fail(LayoutError("mine"))
+        else:
+            with pytest.raises(LayoutError, match="mine"):
+                run_step(exchange, gradients(0, rank))
+        return steps_after_reset(exchange, gradients(0, rank))
+
+    assert on_ranks(2, steps, algorithm="terngrad", rampup_begin_step=5) == [1, 1]
+
+
 def test_a_step_that_begins_while_another_one_is_under_way_is_an_error_on_all_ranks():
     def steps(exchange, rank):
         if rank == 1:  # an interrupt, say, in the middle of the first one
@@ -123,6 +138,38 @@ def test_reset_after_a_commit_was_interrupted_starts_anew():
         return refused, exchange.state.step
 
     assert on_ranks(2, steps, kernels=NumbaKernels(1), sparsity=0.9, momentum=0.9) == [(False, 1)] * 2
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()], ids=repr)
+def test_a_commit_that_fails_in_the_middle_is_made_once_and_the_other_ranks_are_told(error):
+    """In the next step, because they have committed this one. Until then nothing can be saved."""
+
+    def steps(exchange, rank):
+        run_step(exchange, gradients(0, rank))
+        usual, calls = exchange.kernels.take_out, []
+
+        def fail_in_the_second_bucket(*arguments, **options):
+            calls.append(1)
+            if rank == 1 and len(calls) == 2:
+                raise error
+            return usual(*arguments, **options)
+
+        exchange.kernels.take_out = fail_in_the_second_bucket
+        submit(exchange)
+        if rank == 1:
+            with pytest.raises((KeyboardInterrupt, RemoteError)):
+                exchange.finish()
+            with pytest.raises(LayoutError, match="after a step that failed"):
+                exchange.state_dict()
+        else:
+            assert not exchange.finish()
+        assert exchange.state.step == 2
+        go_on = exchange.finish if rank == 1 else functools.partial(run_step, exchange, gradients(2, rank))
+        with pytest.raises(RemoteError, match=f"rank 1 failed in step 2: {type(error).__name__}"):
+            go_on()
+        return len(calls), steps_after_reset(exchange, gradients(0, rank))
+
+    assert on_ranks(2, steps, sparsity=0.9, momentum=0.9, bucket_bytes=2048) == [(2, 1)] * 2
 
 
 # -- the events, one by one ------------------------------------------------------------------------------------------
@@ -232,7 +279,7 @@ def test_a_step_is_not_through_before_its_last_gradient():
 def test_an_error_before_or_between_messages_is_told_in_the_next_one():
     def step(exchange, rank):
         if rank == 1:
-            exchange._buckets[1].encoder.encode = Mock(side_effect=MemoryError("no room"))
+            exchange._buckets[1].plans[1 - 0.9].encoder.select = Mock(side_effect=MemoryError("no room"))
         submit(exchange)
         exchange.wait()
         assert stage_of(exchange) is Stage.BROKEN

@@ -4,6 +4,8 @@ import contextlib
 import errno
 import functools
 import os
+from pathlib import Path
+from unittest.mock import patch
 
 import horovod.torch as hvd
 import torch
@@ -12,6 +14,7 @@ from checkpoint_tools import OPTIONS, Job, files_of, folders, sgd
 from worker_tools import case
 
 import dgc.torch as dgc
+from dgc.torch.checkpoint import gathered_states
 
 
 @contextlib.contextmanager
@@ -54,6 +57,33 @@ def a_full_disk_leaves_the_old_checkpoint_and_nothing_else():
         job.save(folder, extra=3)
         assert len(files_of(folder)) == 1 + hvd.size()
         assert job.load(folder) == 3
+        job.close()
+
+
+@case(way=("save_checkpoint", "gathered_states"))
+def a_rank_that_cannot_copy_its_state_is_an_error_on_all_ranks(way):
+    with folders("memory") as folder:
+        job = Job().train(1)
+        save = functools.partial(job.save, folder)
+        if way == "gathered_states":
+            save = functools.partial(gathered_states, job.compression)
+        with contextlib.ExitStack() as stack:
+            if hvd.rank() == 1:
+                stack.enter_context(patch.object(job.compression, "state_dict", side_effect=MemoryError("no room")))
+            on_every_rank((MemoryError, dgc.RemoteError), "no room", save)
+        save()
+        job.train(1).close()
+
+
+@case
+def a_folder_that_one_rank_cannot_list_holds_a_whole_checkpoint():
+    with folders("unlisted") as folder, contextlib.ExitStack() as stack:
+        job = Job().train(1)
+        if hvd.rank() == 1:
+            stack.enter_context(patch.object(Path, "iterdir", side_effect=PermissionError("not yours")))
+        job.save(folder, extra=1)
+        job.train(1)
+        assert job.load(folder) == 1
         job.close()
 
 

@@ -1,0 +1,368 @@
+"""Step-ahead error feedback: exchange the optimizer's updates, and use at once what this rank has not sent.
+
+Each rank's optimizer steps on the rank's own gradient. Letters, for one parameter of n elements:
+
+    theta   the shared values, the same on all ranks bit for bit
+    a       the sum of this rank's updates that it has not sent, and its codec's errors
+    p       = theta + a, the values with which the model computes
+
+The optimizer's ``step()`` adds an update to p. After it:
+
+    a     <- a + s * update            s = 1, or 1 / sqrt(rho): see NoiseScale
+    sent   = coded(largest entries of a);  a <- a - sent
+    theta <- theta + mean of sent over all ranks, added in rank order
+    p     <- theta + a
+
+So a rank feels its own steps at once, and only the contributions of other ranks come late. With plain error feedback
+every entry comes about 1 / density steps late. Training at the edge of stability does not bear such a delay.
+
+Arrays are NumPy's, CuPy's or torch's: only operators are used that all of them have.
+
+Source: Xu, Huo, Huang, AAAI 2021, arXiv 2008.05823 (step-ahead error feedback and error averaging).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dgc.core.collectives import Transport
+from dgc.core.config import DGCConfig
+from dgc.core.exchange.bucket import BucketExchange
+from dgc.core.exchange.exchange import Exchange
+from dgc.core.exchange.stages import as_dgc_error
+from dgc.core.exchange.step import Hyper, StepOptions
+from dgc.core.kernels.base import Array, Kernels
+from dgc.core.layout import Parameter, make_layout
+from dgc.errors import ConfigError, DGCError
+
+# The name of the tensor that carries the numbers of NoiseScale through the exchange.
+NOISE = "dgc.noise_scale"
+
+# Random projections of each gradient that travel in a step. The numbers are averaged over many steps.
+PROJECTIONS = 2
+
+# The decay of the averages of these numbers.
+_MEMORY = 0.98
+
+_WIDTH = 1024  # a projection first adds up rows of this length
+
+
+class NoiseScale:
+    """Finds the factor s by which adaptive optimizers' updates are too short, without a dense exchange.
+
+    An optimizer such as Adam divides by the size of its gradient. A rank's own gradient is noisier than the mean of all
+    ranks, so its step is too short by sqrt(rho), where
+
+        rho = |mean of the gradients|^2 / mean of |gradient|^2, for each tensor, between 1 / P and 1.
+
+    Both are estimated by random-sign projections, whose signs are the same on all ranks: the expected square of a
+    projection of g is |g|^2. If the ranks agree, their projections do, too, and the ratio is exact.
+
+    T = number of tensors, K = projections, P = ranks.
+
+    Attributes:
+        message: (T * (K + 1),) float32: this rank's projections and the sum of their squares before the exchange,
+            the means over all ranks after it.
+    """
+
+    def __init__(self, tensors: int, ranks: int, seed: int, convert: Callable[[np.ndarray], Array]) -> None:
+        """``convert`` turns host arrays into arrays of the updates' kind."""
+        self.message = np.zeros(tensors * (PROJECTIONS + 1), np.float32)
+        self._table = self.message.reshape(tensors, PROJECTIONS + 1)
+        self._projected = convert(np.zeros((tensors, PROJECTIONS), np.float32))
+        self._sums = np.zeros((2, tensors))  # running means of the numerator and the denominator
+        self._ranks, self._seed, self._convert = ranks, seed, convert
+
+    def scales(self) -> list[float]:
+        """Return each tensor's factor, between 1 and sqrt(P); 1 where nothing is known."""
+        mean, own = self._sums
+        rho = np.divide(mean, own, out=np.ones_like(own), where=own > 0)
+        scales: list[float] = (1.0 / np.sqrt(np.clip(rho, 1.0 / self._ranks, 1.0))).tolist()
+        return scales
+
+    def measure(self, step: int, gradients: Sequence[Array | None]) -> None:
+        """Write the numbers of this rank's gradients, each (n,), into the message."""
+        rng = np.random.default_rng((self._seed, step))
+        signs = np.array([-1.0, 1.0], np.float32)
+        longest = max((len(g) for g in gradients if g is not None), default=0)
+        rows = self._convert(rng.choice(signs, 1 + longest // _WIDTH))
+        columns = self._convert(rng.choice(signs, (PROJECTIONS, _WIDTH)))
+        self._projected[...] = 0.0
+        for i, g in enumerate(gradients):
+            if g is None:
+                continue
+            count = len(g) // _WIDTH
+            whole, rest = g[: count * _WIDTH], g[count * _WIDTH :]
+            projected = columns[:, : len(rest)] @ rest
+            if count:
+                projected = projected + columns @ (rows[:count] @ whole.reshape(count, _WIDTH))
+            self._projected[i] = projected
+        self._table[:, :PROJECTIONS] = self._projected.tolist()  # at once: a device is waited for here
+        self._table[:, PROJECTIONS] = np.square(self._table[:, :PROJECTIONS]).sum(axis=1)
+
+    def learn(self) -> None:
+        """Update the factors from the means over all ranks, which the message holds after the exchange."""
+        mean = np.square(self._table[:, :PROJECTIONS], dtype=np.float64).sum(axis=1)
+        kept = _MEMORY if self._sums.any() else 0.0
+        self._sums *= kept
+        self._sums += (1 - kept) * np.stack([mean, self._table[:, PROJECTIONS]])
+
+    def to_list(self) -> list[list[float]]:
+        """Return the running means as plain numbers."""
+        numbers: list[list[float]] = self._sums.tolist()
+        return numbers
+
+    def load(self, saved: list[list[float]]) -> None:
+        """Load the result of :meth:`to_list`."""
+        self._sums[...] = saved
+
+
+class StepAhead:
+    """The shared values of one model on one rank, and the exchange of its updates.
+
+    Attributes:
+        exchange: holds a, selects, codes and exchanges. For the exchange, updates are gradients.
+        shared: theta of each parameter, (n,); empty before :meth:`start`.
+        noise: finds the factors s; None if updates are proportional to gradients.
+        is_averaged: whether nothing is left to send: p = theta on all ranks.
+    """
+
+    is_averaged = True
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        config: DGCConfig,
+        transport: Transport,
+        kernels: Kernels,
+        *,
+        rescales: bool,
+        convert: Callable[[Array], Array] = lambda array: array,
+        rounded: Callable[[int, Array], Array] = lambda index, values: values,
+    ) -> None:
+        """Build the exchange.
+
+        Args:
+            parameters: the parameters, equal on all ranks.
+            config: the compressor's options.
+            transport: connects the ranks.
+            kernels: work on the arrays.
+            rescales: whether the optimizer divides by the size of its gradients; see :class:`NoiseScale`.
+            convert: turns an array of the kernels into a view of the kind that :meth:`step` takes as ``values``.
+            rounded: returns a parameter's values, (n,), as the parameter's own type holds them.
+        """
+        count = len(parameters)
+        self.noise = NoiseScale(count, transport.size, config.seed, convert) if rescales else None
+        if self.noise is not None:
+            parameters = [*parameters, Parameter(NOISE, self.noise.message.shape, "float32")]
+        own = replace(
+            config, exclude=(*config.exclude, NOISE), momentum=0.0, nesterov=False, weight_decay=0.0,
+            momentum_masking=False,
+        )  # fmt: skip
+        self.layout = make_layout(parameters, own)
+        self.exchange = Exchange(self.layout, own, transport, kernels)
+        self.exchange.on_refused = self._note_refusal
+        self._met = ""  # who met a value that is not finite, for the error
+        self.shared: list[Array] = []
+        self._flying: dict[int, Array] = {}  # by small parameter: a, while an exchange is under way
+        self._results: Sequence[Array] = ()  # of the exchange that is under way
+        self._count, self._transport, self._memory = count, transport, kernels.memory
+        self._convert, self._rounded = convert, rounded
+        self._hyper, self._defers = Hyper.uniform(len(parameters), own), not kernels.on_device
+
+    def start(self, values: Sequence[Array]) -> None:
+        """Make the parameters, each (n,), the shared values, with a = 0. They must be equal on all ranks."""
+        self.shared = [each + 0 for each in values]
+
+    def expected(self, index: int) -> Array:
+        """Return theta + a of one parameter, (n,), which p must be before a step of the optimizer."""
+        a = self._ahead(index)
+        return self._rounded(index, self.shared[index] + a if a is not None else self.shared[index] + 0)
+
+    def step(
+        self, values: Sequence[Array], gradients: Sequence[Array | None], decays: Sequence[float],
+        sent: Sequence[Array], arrays: Sequence[Array], *, late: bool = False, ready: Any = None,
+        edited: bool = False, joins: int = 0, learning_rates: tuple[float, ...] = (),
+    ) -> None:  # fmt: skip
+        """Exchange the updates of one optimizer step, and write the new p, also after an error.
+
+        Args:
+            values: p of each parameter after the optimizer's step, (n,). They hold the next p afterwards.
+            gradients: the gradients that the optimizer has used, (n,), or None.
+            decays: for each parameter, the share of p that the optimizer has taken off as decoupled weight decay.
+            sent: memory for the updates, (n,): that of ``values`` or, with ``late``, other memory.
+            arrays: the memory ``sent`` as arrays of the kernels.
+            late: return at once, and apply what comes from the other ranks in the next call.
+            ready: see :class:`~dgc.core.exchange.step.Submission`.
+            edited: whether the script has changed parameters outside of the optimizer's step on this rank. If it has on
+                any rank, theta becomes the mean of p, and nothing is left to send.
+            joins: see :class:`~dgc.core.exchange.step.StepOptions`.
+            learning_rates: those of the optimizer's groups, which must be equal on all ranks.
+
+        Raises:
+            ConfigError: ranks disagree, or an update was not finite on some rank. No rank has taken it.
+            DGCError: this rank or another one failed.
+        """
+        scales = None if self.noise is None or edited else self.noise.scales()
+        try:
+            try:
+                self._wait()
+                for i, p in enumerate(values):
+                    self._take_update(i, p, 1.0 if scales is None else scales[i], decays[i])
+            finally:
+                self.settle()  # also after an error, as on the other ranks
+            if late:
+                for i, p in enumerate(values):
+                    sent[i][...] = p
+                    if (a := self._ahead(i)) is not None:
+                        p += a
+                    if not self.layout.is_sparsified(i):
+                        self._flying[i] = p + 0
+                    p += self.shared[i]
+            hyper = replace(self._hyper, learning_rates=learning_rates)
+            options = StepOptions(hyper, defers=self._defers, joins=joins, edited=edited)
+            self._begin(sent, arrays, gradients, ready, options)
+        except BaseException as error:
+            self._flying.clear()
+            try:
+                if isinstance(error, Exception) and not isinstance(error, DGCError):
+                    self.exchange.fail(as_dgc_error(error))  # the other ranks wait in this step
+                raise
+            finally:
+                self.write(values)
+        if late:
+            return
+        try:
+            self.settle()
+        finally:
+            self.write(values)
+
+    def settle(self) -> None:
+        """Wait for the exchange that is under way, and apply it to theta and a. The caller writes p."""
+        exchange = self.exchange
+        if not exchange.in_step:
+            return
+        results, self._results = self._results, ()
+        self._flying.clear()
+        if exchange.finish():
+            exchange.write_deferred()
+            raise ConfigError(
+                f"a step of the optimizer gave NaN, infinity or an overflow, met by {self._met}: no rank has taken it. "
+                "Look for the cause (learning rate, data), and go on from a checkpoint"
+            )
+        if len(exchange.joined) == self._transport.size:  # no rank has data: the exchange was undone
+            exchange.deferred()
+            return
+        received: set[int] = set()
+        for total in exchange.deferred():
+            received.update(segment.parameter for segment in total.bucket.sparse)
+            for i, places, sums in total.tensors():
+                self.shared[i][self._convert(places)] += self._convert(sums)
+        for i, result in enumerate(results):
+            if i not in received:
+                self.shared[i] += result
+        if self.noise is not None:
+            self.noise.learn()
+        if exchange.edited:
+            exchange.stats.add_sent(self._send_rest())
+
+    def average(self, values: Sequence[Array]) -> None:
+        """Send all that is left, uncompressed, so that p = theta on all ranks. Collective.
+
+        Source: arXiv 2008.05823, error averaging.
+        """
+        self.settle()
+        self.exchange.stats.total.count_collective(self._send_rest())
+        self.write(values)
+
+    def write(self, values: Sequence[Array]) -> None:
+        """Write p = theta + a into the parameters."""
+        for i, p in enumerate(values):
+            p[...] = self.shared[i]
+            if (a := self._ahead(i)) is not None:
+                p += a
+
+    def restart(self, values: Sequence[Array]) -> None:
+        """After a reset of the exchange, write theta into the parameters; :meth:`start` has to follow."""
+        self._flying.clear()
+        self._results = ()
+        self.write(values)
+        self.shared = []
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _ahead(self, index: int) -> Array | None:
+        """Return a = p - theta, (n,); None if it is 0.
+
+        For a small parameter it is the codec's error or, with ``late``, also the update that is being exchanged.
+        """
+        state = self.exchange.state
+        if len(residual := state.residual(index)):
+            return self._convert(residual)
+        if index in self._flying:
+            return self._flying[index]
+        error = state.error(index)
+        return self._convert(error) if len(error) else None
+
+    def _note_refusal(self, bucket: BucketExchange) -> None:
+        self._met = bucket.met(self._transport.rank, [p.name for p in self.layout.parameters], "update")
+
+    def _wait(self) -> None:
+        """Wait until the communication thread has added the latest update to a."""
+        if self.exchange.in_step:
+            self.exchange.wait()
+
+    def _take_update(self, index: int, p: Array, s: float, decay: float) -> None:
+        """Replace p by s * update, where the update is p - (theta + a)."""
+        p -= self.expected(index)
+        if s != 1.0:
+            p *= s
+            if decay:  # weight decay does not depend on the gradient, so it is not too short
+                p += self.shared[index] * ((s - 1.0) * decay)
+
+    def _begin(
+        self, sent: Sequence[Array], arrays: Sequence[Array], gradients: Sequence[Array | None], ready: Any,
+        options: StepOptions,
+    ) -> None:  # fmt: skip
+        exchange, noise = self.exchange, self.noise
+        self.is_averaged = False
+        exchange.begin(options)
+        if noise is not None:
+            noise.measure(exchange.state.step, gradients)
+            exchange.submit(self._count, noise.message, noise.message)
+        for i, update in enumerate(arrays):
+            exchange.submit(i, update, update, ready=ready)
+        self._results = sent
+
+    def _send_rest(self) -> int:
+        """Theta <- theta + mean of a; a <- 0. Also forget the thresholds, which differ between ranks.
+
+        Returns:
+            The number of bytes that this rank has sent.
+        """
+        state, ranks, sent = self.exchange.state, self._transport.size, 0
+        for bucket in state.buckets:
+            bucket.return_owned(sparse=True, small=True)
+        for i, theta in enumerate(self.shared):
+            a, error = state.residual(i), state.error(i)
+            total = self._memory.to_host(a) if len(a) else error
+            if not len(total):
+                continue
+            self._transport.allreduce(total, "sum")
+            sent += total.nbytes
+            total /= ranks
+            if len(a):
+                self._memory.copy_in(a, total)
+                theta += self._convert(a)
+                self._memory.fill(a, 0.0)
+            else:
+                theta += self._convert(total)
+        for bucket in state.buckets:
+            bucket.clear_error()
+            bucket.thresholds.fill(np.nan)
+        self.is_averaged = True
+        return sent

@@ -1,0 +1,495 @@
+"""Step-ahead error feedback in PyTorch: after each ``step()`` of the optimizer, exchange what it has changed.
+
+The optimizer steps on the gradient of its own rank, as in a script of one process. Nothing happens before ``step()``.
+:mod:`dgc.core.step_ahead` explains the law.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from dgc.adapter.agreement import agree_or_raise, built_together, require_agreement, require_replicas
+from dgc.adapter.checks import warn_once
+from dgc.adapter.engine import EngineBase
+from dgc.adapter.warm_up import compiled
+from dgc.core.collectives import Transport, gather_values
+from dgc.core.config import DGCConfig
+from dgc.core.exchange.stages import as_dgc_error
+from dgc.core.layout import Layout
+from dgc.core.message import Disagreement, Flags
+from dgc.core.saved import EMPTY, is_empty, require_sound
+from dgc.core.step_ahead import StepAhead
+from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
+from dgc.torch.front_end import learning_rates_of
+from dgc.torch.horovod import broadcasting
+from dgc.torch.joined_options import constant_options
+from dgc.torch.step_hooks import follow_steps
+from dgc.torch.tensors import Result, describe, local, samples, sum_of_bits, tensors_for
+
+_MANY = 10  # edits in a row that are worth a warning
+
+_EQUAL = "Give every rank the same options, or load the optimizer's state on all ranks."
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+_engines: weakref.WeakSet[StepAheadEngine] = weakref.WeakSet()
+
+
+class StepAheadEngine(EngineBase):
+    """The parameters of one model, their shared values, and the exchange of updates. Construction is collective.
+
+    Attributes:
+        parameters: the exchanged parameters in registration order.
+    """
+
+    what = "parameters"
+    advice = "Build the same model and optimizer on every rank."
+
+    def __init__(
+        self, named: Callable[[], Named], config: DGCConfig, transport: Transport, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().__init__(config, transport)
+        self.names = []
+        self.parameters: list[torch.Tensor] = []
+        self._outgoing: list[Result] = []  # with the option late, the memory of updates that are being exchanged
+        self._stepping = self._edited = self._is_scaled = False
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # values before a step that is not the script's
+        self._edits = 0  # steps in a row before which some rank's parameters were edited
+
+        def build() -> Layout:
+            pairs = named()
+            require_no_other(pairs)
+            self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
+            self._device = local(self.parameters[0]).device if self.parameters else torch.device("cpu")
+            self._tensors = compiled(config, lambda: tensors_for(self.parameters), lambda tensors: tensors.kernels)
+            self.ahead = StepAhead(
+                [describe(n, p) for n, p in pairs],
+                config,
+                self.between,
+                self._tensors.kernels,
+                rescales=not isinstance(optimizer, torch.optim.SGD),
+                convert=self._convert,
+                rounded=self._rounded,
+            )
+            self.exchange = self._exchange = self.ahead.exchange
+            return self.ahead.layout
+
+        self._agree_on_options()
+        self._agree_on_tensors(build)
+        self._ids = {id(p) for p in self.parameters}
+        self._optimizer = weakref.ref(optimizer)
+        # A GradScaler lets an optimizer with this attribute step also after an overflow: see _unscale().
+        self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)  # a fused optimizer does it
+        if self._unscales:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+            self._forget = weakref.finalize(self, _forget_scaling, self._optimizer)
+            self._forget.atexit = False
+        follow_steps(_before_any_step, _after_any_step)
+        _engines.add(self)
+
+    # -- around step() -------------------------------------------------------------------------------------------------
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps some of the parameters."""
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return not self._is_closed
+
+    def require_own(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Require that the compressor is open, and that these parameters are its own.
+
+        Raises:
+            TransportError: it was closed: each rank would train on its own gradients.
+            LayoutError: a parameter has another optimizer. All ranks raise an error.
+        """
+        if self._is_closed:
+            raise TransportError("this compressor was closed; build a new one")
+        if (other := next((p for p in parameters if id(p) not in self._ids), None)) is not None:
+            self.fail(
+                LayoutError(
+                    f"the model's parameter of shape {tuple(other.shape)} is not one of the optimizer that was given "
+                    "to the compressor, and nothing would average it: give one optimizer that owns all trained "
+                    "parameters of the model"
+                )
+            )
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients, and note edits outside of ``step()``. Horovod's ``step()`` causes this call twice."""
+        self._stepping = not broadcasting()  # Horovod steps an optimizer without state before it broadcasts the state
+        if not self._stepping:
+            self._kept = [(p, p.detach().clone()) for p in self.parameters]  # decay would move them
+            return
+        self._is_scaled |= _unscale(optimizer, divides=self._unscales)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in self._ids and p.requires_grad and p.grad is not None:
+                    self.fail(
+                        LayoutError(
+                            f"a parameter of shape {tuple(p.shape)} was not there, or needed no gradient, when the "
+                            "compressor was built: build a new compressor after adding or unfreezing parameters"
+                        )
+                    )
+        if not self.ahead.shared:
+            self._start()
+            return
+        # Compare values, because an edit of ``p.data`` does not change the tensor's version.
+        if self.exchange.in_step:
+            self.exchange.wait()
+        with self._told():
+            edits = [(self._read(place) != self.ahead.expected(i)).any() for i, place in enumerate(self._places())]
+            self._edited = bool(torch.stack(edits).any()) if edits else False
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchange what the optimizer has changed, once for each of its steps."""
+        if not self._stepping:
+            with torch.no_grad():
+                for p, value in self._kept:
+                    p.copy_(value)
+            self._kept = []
+            return
+        self._stepping = False
+        self._exchange_updates(optimizer)
+
+    def average(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Make the parameters, and the state of ``optimizer`` if it is given, equal on all ranks. Collective."""
+        self.require_between_steps("average()", whole=True)
+        if self.ahead.shared:
+            places, values = built_together(self.transport, self._values)
+            self.ahead.average(values)
+            self._write(places)
+        if optimizer is not None:
+            self._average_state(optimizer)
+
+    def _average_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace each tensor of the optimizer's state by its mean over the ranks that have it."""
+        found = {
+            f"{i} {key}": local(value)
+            for i, p in enumerate(self.parameters)
+            for key, value in optimizer.state.get(p, {}).items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step"
+        }
+        everywhere = gather_values(self.between, {name: value.numel() for name, value in found.items()})
+        owners = collections.Counter(name for own in everywhere for name in own)
+        sizes = {name: size for own in everywhere for name, size in own.items()}
+        room = built_together(self.transport, lambda: np.empty(max(sizes.values(), default=0), np.float32))
+        for name in sorted(owners):
+            own, mean = found.get(name), room[: sizes[name]]
+            if own is None:
+                mean.fill(0.0)
+            else:
+                torch.from_numpy(mean).view(own.shape).copy_(own.detach())
+            self.between.allreduce(mean, "sum")
+            if own is not None:
+                mean /= np.float32(owners[name])
+                own.copy_(torch.from_numpy(mean).view(own.shape))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Make the parameters the shared values; require that they are equal on all ranks. Collective."""
+
+        def start() -> dict[str, Any]:
+            self.ahead.start(self._values()[1])
+            optimizer = self._optimizer()
+            return {} if optimizer is None else constant_options(optimizer)
+
+        agree_or_raise(self.transport, start, "the optimizer's options", advice=_EQUAL)
+        require_replicas(
+            self.transport,
+            {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
+            "before the first step call dgc.torch.broadcast_parameters(model.state_dict()) on all ranks, and load a "
+            "checkpoint on all of them; with Horovod, before the wrapping, call hvd.broadcast_optimizer_state first "
+            "and hvd.broadcast_parameters after it",
+            sums=list(map(sum_of_bits, self.parameters)),
+        )
+
+    def _exchange_updates(self, optimizer: torch.optim.Optimizer | None, joins: int = 0) -> None:
+        with self._told():
+            decays = [0.0] * len(self.parameters) if optimizer is None else _decays(optimizer, self.parameters)
+            gradients = [None] * len(self.parameters) if optimizer is None else self._gradients()
+            places, values = self._values()
+            if self._config.late and not self._outgoing:
+                self._outgoing = [self._tensors.result(torch.empty_like(each)) for each in values]
+        sent, arrays = values, [place.array for place in places]
+        if self._config.late:
+            sent, arrays = [each.tensor for each in self._outgoing], [each.array for each in self._outgoing]
+        # A script may leave out its scheduler after an overflow, which only some ranks had.
+        rates = () if self._is_scaled else learning_rates_of(optimizer)
+        try:
+            self.ahead.step(
+                values, gradients, decays, sent, arrays, late=self._config.late,
+                ready=self._tensors.ready(), edited=self._edited, joins=joins, learning_rates=rates,
+            )  # fmt: skip
+        except Disagreement:  # on all ranks
+            shown: dict[str, object] = {f"lr of group {i}": float(f"{rate:.5e}") for i, rate in enumerate(rates)}
+            require_agreement(self.transport, shown, "the optimizer's options", advice=_EQUAL)
+            raise
+        finally:
+            self._tensors.release()
+            self._write(places)
+        self._after_step()
+        self._warn_of_edits()
+        if self.exchange.state.step + self.exchange.in_step == self._config.steps:  # the training ends
+            self.average()
+
+    def _warn_of_edits(self) -> None:
+        """Warn on rank 0 if only some ranks have edited their parameters, or if edits come in every step."""
+        ranks = self.exchange.edited
+        self._edits = self._edits + 1 if ranks else 0
+        if self.transport.rank or not ranks:
+            return
+        if len(ranks) < self.between.size:
+            warn_once(
+                f"the parameters of {', '.join(map(self.between.label, sorted(ranks)))} were changed outside of the "
+                "optimizer's step(), and those of other ranks were not: all ranks go on from the mean of their "
+                "parameters. If one rank has loaded a checkpoint, load it on all ranks"
+            )
+        if self._edits == _MANY:
+            warn_once(
+                f"parameters were changed outside of the optimizer's step() before each of {_MANY} steps: each time, "
+                "all that is left is sent uncompressed. error_feedback='classic' does not need that"
+            )
+
+    def _convert(self, array: Any) -> torch.Tensor:
+        """Return a tensor that shares an array's memory; on a GPU, a copy of a host array."""
+        return torch.as_tensor(array, device=self._device)
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        grads = [p.grad for p in self.parameters]
+        return [None if g is None or g.is_sparse else local(g).detach().reshape(-1).float() for g in grads]
+
+    def _rounded(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        dtype = self.parameters[index].dtype
+        return values if values.dtype is dtype else values.to(dtype).to(values.dtype)
+
+    def _values(self) -> tuple[list[Result], list[torch.Tensor]]:
+        places = self._places()
+        return places, [self._read(place) for place in places]
+
+    def _places(self) -> list[Result]:
+        return [self._place(p) for p in self.parameters]
+
+    def _place(self, p: torch.Tensor) -> Result:
+        return self._tensors.result(local(p).detach())
+
+    def _read(self, place: Result) -> torch.Tensor:
+        """Return the parameter's values, (n,), in its own memory if the core can write it."""
+        flat = self._convert(place.array) if place.place is None else place.place
+        if not place.is_view:
+            flat.copy_(place.tensor.reshape(-1))
+        return flat
+
+    def _write(self, places: list[Result]) -> None:
+        with torch.no_grad():
+            for place in places:
+                place.deliver()
+
+    def _settle(self) -> None:
+        """End an exchange that is under way, with the option ``late``."""
+        if self.exchange.in_step and not self._stepping:
+            self.ahead.settle()
+            self._write_shared()
+
+    def _write_shared(self) -> None:
+        places, values = self._values()
+        self.ahead.write(values)
+        self._write(places)
+
+    @override
+    def fail(self, error: DGCError) -> NoReturn:
+        self.ahead.settle()  # with the option late, the other ranks do so before they begin this step
+        self.exchange.fail(error)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Return a context in which an error also reaches the other ranks, which are in the same step."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(as_dgc_error(error))
+
+    @override
+    def close(self, keep_transport: bool = False) -> None:
+        super().close(keep_transport)
+        if self._unscales:
+            self._forget()
+
+    # -- ranks without data --------------------------------------------------------------------------------------------
+
+    def exchange_nothing(self) -> None:
+        """Take part in one exchange with updates of 0."""
+        if not self.ahead.shared:
+            self._start()
+        self._exchange_updates(None, Flags.JOINED)
+
+    def join(self) -> int:
+        """Take part in the other ranks' steps without data, until all ranks have joined. Collective.
+
+        Returns:
+            The rank that joined last (the highest of several).
+        """
+        self.require_between_steps("join()")
+        ranks, before = self.between.size, set(self.exchange.joined)
+        while True:
+            self.exchange_nothing()
+            self._settle()
+            joined = set(self.exchange.joined)
+            if len(joined) == ranks:
+                break
+            before = joined
+        self.exchange.joined = {}
+        self.average()
+        return max(set(range(ranks)) - before)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def require_between_steps(self, what: str, *, whole: bool = False) -> None:
+        self._settle()
+        super().require_between_steps(what, whole=whole)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state; after :meth:`average` it is small, and any rank may load it."""
+        self._settle()
+        if not self.ahead.is_averaged:
+            return super().state_dict()
+        step = self.exchange.state.step
+        return {**EMPTY, "step": step, "parameters": {}, **self.between.rank_info(), "op": "average", **self._noise()}
+
+    @override
+    def _extra_state(self) -> dict[str, Any]:
+        shared = {n: theta.cpu().numpy() for n, theta in zip(self.names, self.ahead.shared, strict=True)}
+        return {"shared": shared, **self._noise()}
+
+    def _noise(self) -> dict[str, Any]:
+        return {} if self.ahead.noise is None else {"noise": self.ahead.noise.to_list()}
+
+    @override
+    def own_part(self, states: list[Any], resize: bool, begin: int) -> dict[str, Any]:
+        return states[0] if _is_averaged(states[0]) else super().own_part(states, resize, begin)
+
+    @override
+    def require_loadable(self, saved: dict[str, Any]) -> None:
+        if _is_averaged(saved):
+            require_sound(saved)
+            return
+        super().require_loadable(saved)
+        if is_empty(saved):
+            return
+        if "shared" not in saved:
+            raise LayoutError(
+                'the saved compressor state is one of error_feedback="classic"; give the compressor this option, or '
+                "load only the model and the optimizer"
+            )
+        shared = saved["shared"]
+        for name, p in zip(self.names, self.parameters, strict=True):
+            values = np.asarray(shared.get(name, ()))
+            if values.size != local(p).numel() or not np.isfinite(values).all():
+                raise LayoutError(
+                    f"the saved shared values of {name!r} do not fit, or are not finite: the file is damaged"
+                )
+        noise = np.asarray(saved.get("noise", [[0.0] * len(self.names)] * 2))
+        if noise.shape != (2, len(self.names)) or not np.isfinite(noise).all():
+            raise LayoutError("the saved noise scale does not fit, or is not finite: the file is damaged")
+
+    @override
+    def _take_state(self, saved: dict[str, Any]) -> None:
+        if _is_averaged(saved):
+            self.exchange.reset()
+            self.exchange.state.step = saved["step"]
+            self.ahead.shared, self.ahead.is_averaged = [], True
+        else:
+            self.exchange.load_state_dict(saved)
+            self.ahead.shared = [torch.as_tensor(saved["shared"][n]).to(self._device) for n in self.names]
+            self.ahead.is_averaged = False
+            self._write_shared()
+        if self.ahead.noise is not None and "noise" in saved:
+            self.ahead.noise.load(saved["noise"])
+
+    @override
+    def _clear(self) -> None:
+        self._stepping = self._edited = False
+        if self.ahead.shared:
+            places, values = self._values()
+            self.ahead.restart(values)  # the next step compares the ranks' parameters again
+            self._write(places)
+
+
+def _is_averaged(saved: dict[str, Any]) -> bool:
+    return bool(saved) and not is_empty(saved) and not saved.get("parameters")
+
+
+def _decays(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[float]:
+    """Return, for each parameter, the share that the optimizer's decoupled weight decay takes off in a step."""
+    found: dict[int, float] = {}
+    for group in optimizer.param_groups:
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
+        decay = float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decoupled else 0.0
+        found.update((id(p), decay) for p in group["params"] if p.grad is not None)  # others do not decay
+    return [found.get(id(p), 0.0) for p in parameters]
+
+
+def require_no_other(named: Named) -> None:
+    """Refuse parameters whose updates are exchanged already."""
+    ids = {id(p) for _, p in named}
+    if any(not each._is_closed and not ids.isdisjoint(each._ids) for each in list(_engines)):
+        raise ConfigError(
+            "these parameters' updates are exchanged already, by another compressor: use one of them, once, or close() "
+            "the other one first"
+        )
+
+
+def _forget_scaling(optimizer: weakref.ref[torch.optim.Optimizer]) -> None:
+    if (living := optimizer()) is not None:
+        living._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+
+def _unscale(optimizer: Any, *, divides: bool) -> bool:
+    """Divide the gradients by a GradScaler's scale, or drop them if they overflow: this rank then contributes nothing.
+
+    For an optimizer with ``_step_supports_amp_scaling``, a GradScaler sets these two attributes and calls ``step()``
+    also after an overflow. A plain optimizer's ``step()`` would be skipped on this rank, and the others would wait.
+
+    Returns:
+        Whether a GradScaler calls this ``step()``.
+    """
+    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if found is not None and bool(found):
+        for p in gradients:
+            p.grad = None
+    elif scale is not None and divides:
+        for p in gradients:
+            p.grad.div_(scale.to(p.grad.device))
+    if found is not None and divides:
+        optimizer.found_inf = optimizer.grad_scale = None
+    return found is not None
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    owners = [engine for engine in list(_engines) if engine.owns(optimizer)]
+    if owners and not any(engine.is_open for engine in owners):
+        if hasattr(optimizer, "skip_synchronize") and not broadcasting():  # it is still a distributed optimizer
+            raise TransportError("this compressor was closed; build a new one")
+        return
+    for engine in owners:
+        if engine.is_open:
+            engine.before_step(optimizer)
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer) -> None:
+    for engine in list(_engines):
+        if engine.is_open and engine.owns(optimizer):
+            engine.after_step(optimizer)

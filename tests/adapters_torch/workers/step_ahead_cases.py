@@ -1,0 +1,688 @@
+"""On 2 real ranks under torchrun: the optimizer steps on its rank's own gradient, and updates are exchanged."""
+
+import contextlib
+import tempfile
+import warnings
+from unittest.mock import Mock, patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from adapters_torch.torchrun_tools import (
+    assert_close,
+    assert_identical,
+    dense,
+    digest,
+    gathered,
+    loss_of,
+    make_model,
+    on_every_rank,
+)
+from adapters_torch.workers.ddp_tools import Run, adamw, sgd
+from adapters_torch.workers.tensors import raises
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from worker_tools import case, close_later
+
+import dgc.torch as dgc
+from dgc.adapter.checks import warn_once
+
+AHEAD = {"error_feedback": "step-ahead"}
+EXACT = {**AHEAD, "sparsity": 0.0, "values": "float32", "small": "float32"}
+SPARSE = {**AHEAD, "sparsity": 0.95}
+FRONTS = {"dgc": None, "hook": None}
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-3),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3),
+    "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True),
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+}
+
+
+def shared(run):
+    return run.compression.engine.ahead.shared
+
+
+def assert_shared(run):
+    """The shared values are the same on all ranks, bit for bit."""
+    assert len(set(gathered(digest(shared(run))))) == 1
+
+
+@case(front=FRONTS)
+def sgd_at_sparsity_0_equals_training_on_the_mean_gradient(front):
+    run = Run(front, sgd, **EXACT).train(range(20))
+    assert_close(run.module, dense(20))
+    assert_identical(run.module)
+
+
+@case(front=FRONTS, late=(False, True), kind=OPTIMIZERS)
+def shared_values_are_the_same_on_all_ranks_with_every_optimizer(front, late, kind):
+    run = Run(front, OPTIMIZERS[kind], late=late, **SPARSE).train(range(8))
+    assert all(torch.isfinite(theta).all() for theta in shared(run))
+    run.compression.average()
+    assert_identical(run.module)
+    assert_shared(run)
+
+
+@case
+def ranks_compute_with_what_they_have_not_sent():
+    run = Run("dgc", sgd, **SPARSE).train(range(4))
+    assert len(set(gathered(digest(run.module)))) == 2
+    for p, theta in zip(run.module.parameters(), shared(run), strict=True):
+        assert (p.detach().flatten() - theta).abs().max() < 1.0
+    assert_shared(run)
+
+
+@case
+def the_optimizer_keeps_its_options_and_its_momentum():
+    run = Run("dgc", sgd, **SPARSE)
+    before = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
+    run.train(range(3))
+    assert before == [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
+    assert all("momentum_buffer" in state for state in run.optimizer.state.values())
+
+
+@case
+def another_model_with_plain_sgd_is_still_updated_by_entries():
+    """Such updates are refused where somebody's hook may look at whole gradients; this package's hooks do not."""
+    Run("dgc", adamw, **SPARSE).train(range(2))
+    other = Run("dgc", lambda model: torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.95).train(range(2))
+    assert other.compression.describe()["updates"] == "sparse"
+
+
+@case
+def with_steps_and_adamw_updates_are_exchanged_unless_classic_options_are_given():
+    chosen = {"steps": 10}
+    for options, ahead in ((chosen, True), ({**chosen, "momentum": 0.0}, False), ({}, False)):
+        run = Run("dgc", adamw, **options).train(range(3))
+        assert run.compression.config.steps_ahead == ahead
+        run.compression.close()
+    assert not Run("dgc", sgd, **chosen).train(range(3)).compression.config.steps_ahead
+
+
+@case
+def the_average_at_the_end_counts_in_the_total_and_not_in_the_last_step():
+    run = Run("dgc", adamw, steps=6)
+    run.train(range(5))
+    ratio, before = run.compression.stats.last.ratio, run.compression.stats.total.bytes_sent
+    run.train(range(5, 6))
+    assert ratio == run.compression.stats.last.ratio > 2
+    sizes = sum(p.numel() for p in run.module.parameters())
+    assert run.compression.stats.total.bytes_sent > before + 4 * sizes
+
+
+@case(late=(False, True))
+def a_reset_in_the_middle_begins_again_with_equal_ranks(late):
+    run = Run("dgc", adamw, late=late, **SPARSE).train(range(4))
+    run.compression.reset()
+    assert_identical(run.module)
+    run.train(range(4, 8))
+    run.compression.average()
+    assert_identical(run.module)
+
+
+# -- habits ------------------------------------------------------------------------------------------------------------
+
+
+def trained(front, habit, options):
+    """Train as a script does that has this habit; return the model."""
+    if front == "dense":
+        model = make_model()
+        optimizer = sgd(model)
+    else:
+        run = Run(front, sgd, **options)
+        model, optimizer = run.model, run.optimizer
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    for step in range(12):
+        optimizer.zero_grad(set_to_none=habit != "zeros")
+        if habit == "accumulation":
+            loss_of(model, 100 + step).backward()
+        if habit == "closure":
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                if front == "dense":
+                    _average(model)
+                return loss
+
+            optimizer.step(closure)
+            continue
+        loss_of(model, step).backward()
+        if front == "dense":
+            _average(model)
+        if habit == "horovod" and front != "dense":
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        if habit == "scheduler":
+            scheduler.step()
+    return model
+
+
+def _average(model):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+HABITS = {"zeros": 1, "accumulation": 2, "closure": 1, "horovod": 1, "scheduler": 1}
+
+
+@case(habit=HABITS)
+def habits_equal_dense_training_at_sparsity_0(habit):
+    """The dense run averages gradients by hand, in the same loop."""
+    model, expected = trained("dgc", habit, EXACT), trained("dense", habit, {})
+    assert_close(model, expected)
+    assert_identical(model)
+
+
+@case(front=FRONTS)
+def gradients_are_those_of_the_own_rank(front):
+    """What a script clips, logs or changes between backward() and step() is its own gradient."""
+    run = Run(front, sgd, **SPARSE)
+    run.backward(0)
+    alone = make_model()
+    loss_of(alone, 0).backward()
+    for p, q in zip(run.module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    nn.utils.clip_grad_norm_(run.module.parameters(), 0.01)
+    run.optimizer.step()
+    moved = sum(
+        (p.detach() - q.detach()).square().sum()
+        for p, q in zip(run.module.parameters(), alone.parameters(), strict=True)
+    )
+    assert 0 < float(moved) < 1
+    assert_shared(run)
+
+
+@case(front=FRONTS)
+def a_gradient_that_overflows_on_one_rank_is_skipped_there(front):
+    """With a GradScaler; the other rank's update is applied on both, and no rank waits."""
+    run = Run(front, adamw, **SPARSE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(6):
+        run.optimizer.zero_grad()
+        scaler.scale(loss_of(run.model, step)).backward()
+        if step == 3 and dist.get_rank() == 1:
+            next(run.module.parameters()).grad[0] = torch.inf
+        if step % 2:
+            scaler.unscale_(run.optimizer)
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert gathered(scaler.get_scale()) == [2.0**10, 2.0**9]
+    assert all(torch.isfinite(p).all() for p in run.module.parameters())
+    assert_shared(run)
+    run.compression.average()
+    assert_identical(run.module)
+
+
+@case(front=FRONTS)
+def a_scaled_loss_changes_nothing(front):
+    """A GradScaler's scale is divided out before the optimizer's step."""
+    models = []
+    for scaled in (False, True):
+        run = Run(front, adamw, **SPARSE)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        for step in range(6):
+            run.optimizer.zero_grad()
+            scaler.scale(loss_of(run.model, step)).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+        models.append(run.module)
+    assert_close(*models)
+
+
+@case(front=FRONTS, late=(False, True))
+def an_update_that_is_not_finite_is_an_error_on_all_ranks(front, late):
+    run = Run(front, sgd, late=late, **SPARSE).train(range(3))
+    run.backward(3)
+    if dist.get_rank() == 1:
+        next(run.module.parameters()).grad[0] = torch.nan
+
+    def step():
+        run.optimizer.step()
+        run.compression.average()
+
+    met = "rank 1 in the update of '.*weight'" if dist.get_rank() == 1 else "rank 1, whose own message names"
+    raises(dgc.errors.ConfigError, met, step)
+    assert_shared(run)
+
+
+@case(option=("weight_decay", "eps"))
+def an_option_of_the_optimizer_that_differs_is_an_error_that_names_it(option):
+    own = {option: 0.01 * (1 + dist.get_rank())}
+    run = Run("dgc", lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **own), **SPARSE)
+    run.backward(0)
+    met = f"'{option} of group 0' is 0.01 on rank 0 and 0.02 on rank 1"
+    raises(dgc.errors.ConfigError, met, run.optimizer.step)
+
+
+@case(late=(False, True))
+def a_learning_rate_that_differs_later_is_an_error_that_names_it(late):
+    run = Run("dgc", adamw, late=late, **SPARSE).train(range(2))
+    run.optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+
+    def step():
+        run.backward(2)
+        run.optimizer.step()
+        run.compression.average()
+
+    raises(dgc.errors.ConfigError, "'lr of group 0' is 0.1 on rank 0" if not late else "disagree", step)
+
+
+@case(fused=(False, True))
+def a_gradient_that_overflows_contributes_nothing_also_with_a_fused_optimizer(fused):
+    run = Run("dgc", lambda model: adamw(model, fused=fused), **SPARSE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+    for step in range(6):
+        run.optimizer.zero_grad()
+        scaler.scale(loss_of(run.model, step)).backward()
+        if step == 2 and dist.get_rank() == 1:
+            next(run.module.parameters()).grad[0] = torch.inf
+        scaler.step(run.optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() >= scale:  # as PyTorch's forum advises; only one rank leaves the scheduler out
+            scheduler.step()
+    assert all(torch.isfinite(p).all() for p in run.module.parameters())
+    assert_shared(run)
+    run.compression.average(run.optimizer)
+    assert_identical(run.module)
+
+
+@case
+def an_optimizer_that_is_wrapped_again_is_still_unscaled():
+    models = []
+    for scaled in (False, True):
+        module = make_model()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        for turn in range(2):
+            compression = close_later(dgc.Compression.dgc(**SPARSE))
+            model = nn.parallel.DistributedDataParallel(module)
+            dgc.ddp.register(model, optimizer, compression)
+            for step in range(3):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, 3 * turn + step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            compression.average(optimizer)
+            compression.close()
+            assert not optimizer._step_supports_amp_scaling
+        models.append(module)
+    assert_close(*models)
+
+
+@case
+def a_layer_that_is_frozen_later_keeps_its_values():
+    """Although the optimizer's other parameters decay."""
+    run = Run("dgc", lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5), **SPARSE)
+    run.train(range(3))
+    run.compression.average()
+    frozen = next(run.module.parameters())
+    frozen.requires_grad_(False)
+    before = frozen.clone()
+    run.train(range(3, 13))
+    run.compression.average()
+    torch.testing.assert_close(frozen, before, rtol=0, atol=1e-7)
+
+
+@case
+def two_optimizers_of_one_ddp_model_are_an_error():
+    module = make_model()
+    model = nn.parallel.DistributedDataParallel(module)
+    parameters = list(module.parameters())
+    body, compression = torch.optim.AdamW(parameters[:-2]), close_later(dgc.Compression.dgc(**SPARSE))
+    dgc.ddp.register(model, body, compression)
+    raises(dgc.errors.LayoutError, "one optimizer that owns all trained parameters", loss_of(model, 0).backward)
+
+
+@case
+def parameters_are_exchanged_by_one_compressor():
+    run = Run("dgc", adamw, **SPARSE)
+    other = close_later(dgc.Compression.dgc(**SPARSE))
+    again = torch.optim.AdamW(run.module.parameters())
+    named = run.module.named_parameters()
+    wrap = lambda: dgc.DistributedOptimizer(again, named, compression=other)  # noqa: E731
+    raises(dgc.errors.ConfigError, "exchanged already", wrap)
+
+
+@case(late=(False, True))
+def a_parameter_that_came_later_is_an_error_on_all_ranks(late):
+    run = Run("dgc", sgd, late=late, **SPARSE).train(range(2))
+    run.backward(2)
+    extra = nn.Parameter(torch.ones(3))
+    extra.grad = torch.ones(3)
+    if dist.get_rank() == 0:
+        run.optimizer.add_param_group({"params": [extra]})
+
+    def step():
+        run.optimizer.step()
+        run.compression.average()
+
+    raises(dgc.errors.LayoutError, "was not there", step)
+
+
+NO_MEMORY = Mock(side_effect=MemoryError("no memory"))
+"""What fails on rank 1, as if its memory were full."""
+
+
+def lacking(target, name):
+    return patch.object(target, name, NO_MEMORY) if dist.get_rank() == 1 else contextlib.nullcontext()
+
+
+@case(late=(False, True), steps=(0, 2), where=("_read", "_gradients"))
+def a_rank_without_memory_within_a_step_tells_the_others(late, steps, where):
+    run = Run("dgc", adamw, late=late, **SPARSE).train(range(steps))
+    with lacking(run.compression.engine, where):
+        train = lambda: run.train(range(steps, steps + 2))  # noqa: E731
+        on_every_rank((MemoryError, dgc.errors.RemoteError), "no memory", train)
+
+
+@case
+def a_rank_without_memory_for_an_average_tells_the_others():
+    run = Run("dgc", adamw, **SPARSE).train(range(2))
+    with lacking(run.compression.engine, "_read"):
+        on_every_rank((MemoryError, dgc.errors.RemoteError), "no memory", run.compression.average)
+
+
+@case
+def a_rank_without_memory_for_the_others_optimizer_state_tells_them():
+    run = Run("dgc", adamw, **SPARSE).train(range(2))
+    stepped = run.optimizer if dist.get_rank() == 0 else adamw(run.module)
+    full = Mock(wraps=np, zeros=NO_MEMORY, empty=NO_MEMORY)
+    with patch("dgc.torch.step_ahead.np", full) if dist.get_rank() == 1 else contextlib.nullcontext():
+        average = lambda: run.compression.average(stepped)  # noqa: E731
+        on_every_rank((MemoryError, dgc.errors.RemoteError), "no memory", average)
+
+
+@case
+def an_embedding_with_sparse_gradients_is_trained():
+    torch.manual_seed(0)
+    model = nn.Embedding(200, 16, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
+    compression = close_later(dgc.Compression.dgc(**SPARSE))
+    dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    before = model.weight.detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.arange(4) + 40 * step + 10 * dist.get_rank()).square().sum().backward()
+        optimizer.step()
+    compression.average()
+    assert int((model.weight != before).any(1).sum()) == 32
+    assert_identical(model)
+
+
+@case(dtype=("bfloat16", "float64"))
+def parameters_of_other_types_are_trained(dtype):
+    model = make_model().to(getattr(torch, dtype))
+    optimizer = sgd(model)
+    compression = close_later(dgc.Compression.dgc(**SPARSE))
+    dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    for _ in range(4):
+        optimizer.zero_grad()
+        x = torch.ones(2, next(model.parameters()).shape[1], dtype=getattr(torch, dtype))
+        model(x).sum().backward()
+        optimizer.step()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    compression.average()
+    assert_identical(model.double())
+
+
+@case(late=(False, True))
+def ranks_with_fewer_batches_join(late):
+    run = Run("dgc", sgd, late=late, **SPARSE).train(range(3 + 2 * dist.get_rank()))
+    assert dgc.join(run.compression) == 1
+    assert_identical(run.module)
+    assert_shared(run)
+    run.train(range(10, 12))
+    assert_shared(run)
+
+
+@case(late=(False, True))
+def ranks_join_before_the_last_of_the_steps(late):
+    run = Run("dgc", adamw, steps=5, late=late, **AHEAD).train(range(3 + 2 * dist.get_rank()))
+    assert dgc.join(run.compression) == 1
+    assert_identical(run.module)
+
+
+@case
+def states_that_only_some_ranks_have_are_averaged_over_these():
+    """As of a branch that only one rank used; and one-element parameters have a state, too."""
+    run = Run("dgc", adamw, **SPARSE)
+    run.backward(0)
+    last = list(run.module.parameters())[-1]
+    if dist.get_rank() == 1:
+        last.grad = None
+    run.optimizer.step()
+    run.compression.average(run.optimizer)
+    assert_identical(run.module)
+    averages = [run.optimizer.state[p]["exp_avg"] for p in run.module.parameters() if p is not last]
+    assert len(set(gathered(digest(averages)))) == 1
+    assert ("exp_avg" in run.optimizer.state.get(last, {})) == (dist.get_rank() == 0)
+
+
+@case
+def a_parameter_of_one_element_has_an_averaged_state():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = make_model(), nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return self.inner(x) * self.scale
+
+    model = Scaled()
+    compression = close_later(dgc.Compression.dgc(**SPARSE))
+    optimizer = dgc.DistributedOptimizer(adamw(model), model.named_parameters(), compression=compression)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    compression.average(optimizer)
+    assert len(set(gathered(digest([optimizer.state[model.scale]["exp_avg"], model.scale])))) == 1
+
+
+@case(late=(False, True))
+def the_last_of_the_steps_averages(late):
+    run = Run("dgc", adamw, steps=5, late=late, **AHEAD).train(range(5))
+    assert_identical(run.module)
+    run.train(range(5, 6))
+    assert len(set(gathered(digest(run.module)))) == 2
+
+
+# -- what is loaded ----------------------------------------------------------------------------------------------------
+
+
+@case(front=FRONTS)
+def a_model_that_all_ranks_load_is_trained_on(front):
+    run = Run(front, sgd, **SPARSE).train(range(4))
+    run.module.load_state_dict(make_model(9).state_dict())
+    run.train(range(4, 5))
+    assert_identical(run.module)
+    assert_shared(run)
+    for p, q in zip(run.module.parameters(), make_model(9).parameters(), strict=True):
+        assert (p - q).abs().max() < 0.5
+
+
+@case(late=(False, True))
+def a_model_that_one_rank_loads_is_averaged_with_a_warning(late):
+    warn_once.cache_clear()
+    run = Run("dgc", sgd, late=late, **SPARSE).train(range(4))
+    if dist.get_rank() == 1:
+        run.module.load_state_dict(make_model(9).state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train(range(4, 6))
+    told = [str(w.message) for w in caught if "the parameters of rank 1 were changed" in str(w.message)]
+    assert len(told) == (dist.get_rank() == 0)
+    assert_shared(run)
+    run.compression.average()
+    assert_identical(run.module)
+
+
+@case
+def weights_that_are_clamped_after_each_step_equal_dense_training():
+    """By ``.data``, as a GAN's critic: torch does not count such a change as a new version of the tensor."""
+    models = []
+    for front in ("dgc", "dense"):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if front == "dgc":
+            compression = close_later(dgc.Compression.dgc(**EXACT))
+            optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if front == "dense":
+                _average(model)
+            optimizer.step()
+            for p in model.parameters():
+                p.data.clamp_(-0.1, 0.1)
+        models.append(model)
+    assert_close(*models)
+
+
+@case
+def weights_that_are_clamped_stay_near_their_limits():
+    run = Run("dgc", lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3), **SPARSE)
+    for step in range(30):
+        run.train([step])
+        for p in run.module.parameters():
+            p.data.clamp_(-0.1, 0.1)
+    assert_shared(run)
+    run.compression.average()
+    assert_identical(run.module)
+    assert max(float(p.abs().max()) for p in run.module.parameters()) < 0.12
+
+
+@case
+def models_that_were_not_broadcast_are_an_error():
+    run = Run("dgc", sgd, seed=dist.get_rank(), **SPARSE)
+    run.backward(0)
+    raises(dgc.errors.ConfigError, "broadcast_parameters", run.optimizer.step)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@case(front=FRONTS, late=(False, True), kind=("sgd", "adamw"))
+def a_plain_checkpoint_after_an_average_resumes_bit_for_bit(front, late, kind):
+    run = Run(front, OPTIMIZERS[kind], late=late, **SPARSE).train(range(6))
+    run.compression.average(run.optimizer)
+    saved = gathered(
+        {"model": run.module.state_dict(), "optimizer": run.optimizer.state_dict(), "dgc": run.compression.state_dict()}
+    )[0]
+    run.train(range(6, 12))
+    resumed = Run(front, OPTIMIZERS[kind], seed=3, late=late, **SPARSE)
+    resumed.module.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    resumed.compression.load_state_dict(saved["dgc"])
+    resumed.train(range(6, 12))
+    assert digest(run.module) == digest(resumed.module)
+
+
+@case(late=(False, True))
+def each_ranks_own_state_resumes_bit_for_bit(late):
+    run = Run("dgc", adamw, late=late, **SPARSE).train(range(6))
+    compressor = run.compression.state_dict()
+    saved = run.module.state_dict(), run.optimizer.state_dict(), compressor
+    saved = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, saved)
+    run.train(range(6, 12))
+    resumed = Run("dgc", adamw, seed=3, late=late, **SPARSE)
+    resumed.module.load_state_dict(saved[0])
+    resumed.optimizer.load_state_dict(saved[1])
+    resumed.compression.load_state_dict(saved[2])
+    resumed.train(range(6, 12))
+    assert digest(run.module) == digest(resumed.module)
+
+
+@case(kind=("sgd", "adamw"))
+def save_checkpoint_resumes_bit_for_bit(kind):
+    folder = gathered(tempfile.mkdtemp())[0]
+    run = Run("dgc", OPTIMIZERS[kind], **SPARSE).train(range(6))
+    parts = {"model": run.module, "optimizer": run.optimizer, "compression": run.compression}
+    dgc.save_checkpoint(folder, **parts)
+    run.train(range(6, 12))
+    resumed = Run("dgc", OPTIMIZERS[kind], seed=3, **SPARSE)
+    parts = {"model": resumed.module, "optimizer": resumed.optimizer, "compression": resumed.compression}
+    dgc.load_checkpoint(folder, **parts)
+    resumed.train(range(6, 12))
+    assert digest(run.module) == digest(resumed.module)
+
+
+@case
+def a_state_of_classic_error_feedback_is_refused():
+    classic = Run("dgc", sgd, sparsity=0.95).train(range(2))
+    run = Run("dgc", sgd, **SPARSE)
+    raises(dgc.errors.LayoutError, "classic", lambda: run.compression.load_state_dict(classic.compression.state_dict()))
+
+
+# -- other ways --------------------------------------------------------------------------------------------------------
+
+
+@case(name=("topk", "onebit", "strom"))
+def other_compressors_step_ahead(name):
+    model = make_model()
+    optimizer = sgd(model)
+    compression = close_later(getattr(dgc.Compression, name)(**AHEAD))
+    dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    compression.average()
+    assert_identical(model)
+
+
+@case
+def ddps_join_lets_ranks_end_early():
+    run = Run("dense", sgd)
+    compression = close_later(dgc.Compression.dgc(**SPARSE))
+    state = dgc.ddp.register(run.model, run.optimizer, compression)
+    with Join([run.model, state]):
+        run.train(range(3 + 2 * dist.get_rank()))
+    compression.average()
+    assert_identical(run.module)
+
+
+@case
+def a_sharded_optimizer_is_refused():
+    model = make_model()
+    optimizer = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    compression = close_later(dgc.Compression.dgc(**SPARSE))
+    raises(
+        dgc.errors.ConfigError,
+        "only a share",
+        lambda: dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression),
+    )
+
+
+@case
+def a_step_after_close_is_an_error():
+    run = Run("dgc", adamw, **SPARSE).train(range(2))
+    run.compression.average()
+    run.compression.close()
+    run.backward(2)
+    raises(dgc.errors.TransportError, "was closed", run.optimizer.step)
+
+
+@case(key=("shared", "noise"))
+def a_damaged_state_is_refused_before_anything_changes(key):
+    run = Run("dgc", adamw, **SPARSE).train(range(3))
+    before = digest(run.module)
+    saved = run.compression.state_dict()
+    if key == "shared":
+        saved[key] = {name: value * torch.nan for name, value in saved[key].items()}
+    else:
+        saved[key] = [[float("nan")] * len(row) for row in saved[key]]
+    raises(dgc.errors.LayoutError, "damaged", lambda: run.compression.load_state_dict(saved))
+    assert digest(run.module) == before

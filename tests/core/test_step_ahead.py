@@ -1,0 +1,261 @@
+"""The law of step-ahead error feedback, on ranks that are threads."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from dgc.core.compressors import make_config
+from dgc.core.kernels import choose_kernels
+from dgc.core.layout import Parameter
+from dgc.core.step_ahead import NoiseScale, StepAhead
+from dgc.errors import ConfigError, RemoteError
+from dgc.transport.local import run_ranks
+
+SHAPES = {"matrix": (64, 48), "other": (40, 40), "small": (64,)}
+EXACT = {"sparsity": 0.0, "values": "float32", "small": "float32"}
+STEPS = 12
+
+
+@dataclass
+class Ended:
+    """What a rank has at the end: theta, p, a and the sum of its scaled updates, by parameter."""
+
+    shared: list
+    values: list
+    ahead: list
+    updates: list
+
+
+def first_values():
+    rng = np.random.default_rng(5)
+    return [rng.normal(size=math.prod(shape)).astype(np.float32) for shape in SHAPES.values()]
+
+
+def make(transport, *, rescales=False, rounded=lambda index, values: values, **options):
+    config = make_config({"error_feedback": "step-ahead", **options})
+    parameters = [Parameter(name, shape, "float32") for name, shape in SHAPES.items()]
+    return StepAhead(parameters, config, transport, choose_kernels("cpu"), rescales=rescales, rounded=rounded)
+
+
+def move(ahead, values, updates, *, late=False, **given):
+    """One step of an optimizer that adds ``updates``, and its exchange."""
+    for value, update in zip(values, updates, strict=True):
+        value += update
+    sent = [value + 0 for value in values] if late else values
+    gradients = given.pop("gradients", [None] * len(values))
+    ahead.step(values, gradients, [0.0] * len(values), sent, sent, late=late, **given)
+
+
+def trained(transport, late=False, average=False, **options):
+    ahead, values = make(transport, **options), first_values()
+    ahead.start(values)
+    rng, total = np.random.default_rng(100 + transport.rank), [np.zeros_like(v) for v in values]
+    for _ in range(STEPS):
+        updates = [0.01 * rng.normal(size=v.size).astype(np.float32) for v in values]
+        move(ahead, values, updates, late=late)
+        for each, update in zip(total, updates, strict=True):
+            each += update
+    ahead.settle()
+    ahead.write(values)
+    if average:
+        ahead.average(values)
+    kept = [ahead.exchange.state.residual(i) if i < 2 else ahead.exchange.state.error(i) for i in range(3)]
+    kept = [np.array(each) if len(each) else 0 * v for each, v in zip(kept, values, strict=True)]
+    ended = Ended(ahead.shared, values, kept, total)
+    ahead.exchange.close()
+    return ended
+
+
+SETTINGS = {
+    "exact": EXACT,
+    "entries": {"sparsity": 0.95, "small": "float32"},
+    "coded": {"sparsity": 0.95, "values": "int2"},
+    "ramp": {"sparsity": [0.8, 0.95], "rampup_step": 8},
+    "owners": {"sparsity": 0.9, "values": "int4"},
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_what_was_sent_and_what_is_left_add_up_to_the_updates(options, late):
+    """Theta moves by the mean of what was sent, and the rest is a (for small tensors, the codec's error)."""
+    ranks = run_ranks(3, lambda t: trained(t, late, **options))
+    for i, before in enumerate(first_values()):
+        mean = np.mean([rank.updates[i] for rank in ranks], axis=0)
+        left = np.mean([rank.ahead[i] for rank in ranks], axis=0)
+        np.testing.assert_allclose(ranks[0].shared[i] + left, before + mean, atol=2e-6)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_shared_values_are_the_same_bits_on_all_ranks(options, late):
+    ranks = run_ranks(3, lambda t: trained(t, late, **options))
+    for other in ranks[1:]:
+        assert all(map(np.array_equal, ranks[0].shared, other.shared))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_a_rank_computes_with_the_shared_values_and_what_it_has_not_sent(late):
+    for rank in run_ranks(2, lambda t: trained(t, late, sparsity=0.95)):
+        for i in range(2):
+            assert rank.ahead[i].any()
+            np.testing.assert_array_equal(rank.values[i], rank.shared[i] + rank.ahead[i])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_an_average_leaves_nothing_unsent(late):
+    ranks = run_ranks(3, lambda t: trained(t, late, average=True, sparsity=0.95))
+    for i, before in enumerate(first_values()):
+        mean = np.mean([rank.updates[i] for rank in ranks], axis=0)
+        np.testing.assert_allclose(ranks[0].values[i], before + mean, atol=2e-6)
+        assert all(np.array_equal(ranks[0].values[i], rank.values[i]) for rank in ranks)
+        assert not any(rank.ahead[i].any() for rank in ranks)
+
+
+def test_late_contributions_of_other_ranks_arrive_one_step_later():
+    """The only update is made by rank 1 in step 0."""
+
+    def job(transport):
+        ahead, values = make(transport, **EXACT), first_values()
+        ahead.start(values)
+        seen = []
+        for step in range(2):
+            size = 1.0 if transport.rank == 1 and step == 0 else 0.0
+            move(ahead, values, [np.full_like(v, size) for v in values], late=True)
+            seen.append([float((v - first).mean()) for v, first in zip(values, first_values(), strict=True)])
+        ahead.settle()
+        ahead.exchange.close()
+        return seen
+
+    one, other = run_ranks(2, job)
+    np.testing.assert_allclose(one, [[0.0] * 3, [0.5] * 3], atol=1e-6)
+    np.testing.assert_allclose(other, [[1.0] * 3, [0.5] * 3], atol=1e-6)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_an_update_that_is_not_finite_is_one_error_on_all_ranks(late):
+    def job(transport):
+        ahead, values = make(transport, sparsity=0.9), first_values()
+        ahead.start(values)
+        updates = [0.01 * v for v in values]
+        move(ahead, values, updates, late=late)
+        updates[0][3] = np.nan if transport.rank == 1 else 0.0
+
+        def refused():
+            move(ahead, values, updates, late=late)
+            ahead.settle()
+
+        met = (
+            "rank 1 in the update of 'matrix'"
+            if transport.rank == 1
+            else "rank 1, whose own message names the parameter"
+        )
+        with pytest.raises(ConfigError, match=met):
+            refused()
+        ahead.write(values)
+        ahead.exchange.close()
+        return values, ahead.shared
+
+    ranks = run_ranks(2, job)
+    assert all(np.isfinite(value).all() for values, _ in ranks for value in values)
+    assert all(map(np.array_equal, ranks[0][1], ranks[1][1]))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("editing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_parameters_that_a_script_changes_between_steps_are_averaged(editing, late):
+    def job(transport):
+        ahead, values = make(transport, sparsity=0.95, small="float32"), first_values()
+        ahead.start(values)
+        move(ahead, values, [0.01 * v * (1 + transport.rank) for v in values], late=late)
+        edited = transport.rank in editing
+        for value in values:
+            value += edited * (1.0 + transport.rank)
+        before = [value.copy() for value in values]
+        move(ahead, values, [0.0 * v for v in values], edited=edited, late=late)
+        ahead.settle()
+        ahead.write(values)
+        assert ahead.exchange.edited == set(editing)
+        ahead.exchange.close()
+        return before, values
+
+    ranks = run_ranks(2, job)
+    for i in range(3):
+        assert np.array_equal(ranks[0][1][i], ranks[1][1][i])
+        if not late:
+            np.testing.assert_allclose(ranks[0][1][i], (ranks[0][0][i] + ranks[1][0][i]) / 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("noise", [0.0, 1.0, 30.0])
+def test_the_noise_scale_is_the_ratio_of_the_squares_of_one_gradient_and_of_the_mean(noise, ranks):
+    rng, n = np.random.default_rng(3), 5000
+    signal = rng.normal(size=n).astype(np.float32)
+    scale = NoiseScale(1, ranks, 0, lambda array: array)
+    for step in range(400):
+        gradients = [signal + noise * rng.normal(size=n).astype(np.float32) for _ in range(ranks)]
+        tables = []
+        for gradient in gradients:
+            scale.measure(step, [gradient])
+            tables.append(scale.message.copy())
+        scale.message[...] = np.mean(tables, axis=0)
+        scale.learn()
+    rho = (1 + noise**2 / ranks) / (1 + noise**2)
+    assert scale.scales()[0] == pytest.approx(1 / math.sqrt(rho), rel=0.2)
+
+
+def test_updates_of_adaptive_optimizers_are_scaled_and_their_weight_decay_is_not():
+    def job(transport):
+        ahead, values = make(transport, rescales=True, **EXACT), first_values()
+        ahead.noise.load([[1.0] * 3, [4.0] * 3])  # s = sqrt(2), the most on two ranks
+        ahead.start(values)
+        decay, before = 0.01, [value.copy() for value in values]
+        for value in values:
+            value += 0.5 - decay * value
+        ahead.step(values, [None] * 3, [decay] * 3, values, values)
+        ahead.exchange.close()
+        return [(v - b + decay * b).mean() for v, b in zip(values, before, strict=True)]
+
+    np.testing.assert_allclose(run_ranks(2, job), 0.5 * math.sqrt(2), rtol=1e-4)
+
+
+class NoMemory(np.ndarray):
+    """An array that cannot be multiplied, which needs memory."""
+
+    def __matmul__(self, other):
+        raise MemoryError("no memory")
+
+    __rmatmul__ = __array_ufunc__ = __matmul__
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("where", ["update", "noise scale"])
+def test_an_error_of_one_rank_within_a_step_reaches_all_ranks(where, late):
+    def job(transport):
+        fails = []
+
+        def rounded(index, values):
+            if fails and where == "update" and index == 1:
+                raise MemoryError("no memory")
+            return values
+
+        ahead, values = make(transport, rescales=True, rounded=rounded, sparsity=0.95), first_values()
+        ahead.start(values)
+        move(ahead, values, [0.01 * v for v in values], late=late)
+        fails += [True] * transport.rank
+        bad = transport.rank and where == "noise scale"
+        gradients = [v.view(NoMemory) if bad else v for v in values]
+
+        def fail():
+            move(ahead, values, [0.01 * v for v in values], late=late, gradients=gradients)
+            ahead.settle()
+
+        with pytest.raises(RemoteError, match="rank 1 failed in step 1: MemoryError: no memory"):
+            fail()
+        ahead.exchange.close()
+        return ahead.shared
+
+    ranks = run_ranks(2, job, timeout=20)
+    assert all(map(np.array_equal, *ranks))
