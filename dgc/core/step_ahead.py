@@ -35,7 +35,7 @@ from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.stages import as_dgc_error
 from dgc.core.exchange.step import Hyper, StepOptions
-from dgc.core.kernels.base import Array, Kernels
+from dgc.core.kernels.base import Array, Kernels, subtract
 from dgc.core.layout import Parameter, make_layout
 from dgc.errors import ConfigError, DGCError
 
@@ -170,7 +170,8 @@ class StepAhead:
         self.shared: list[Array] = []
         self._flying: dict[int, Array] = {}  # by small parameter: a, while an exchange is under way
         self._results: Sequence[Array] = ()  # of the exchange that is under way
-        self._count, self._transport, self._memory = count, transport, kernels.memory
+        self._count, self._transport, self._kernels = count, transport, kernels
+        self._is_plain = [self.layout.is_sparsified(i) and p.dtype == "float32" for i, p in enumerate(parameters)]
         self._convert, self._rounded = convert, rounded
         self._hyper, self._defers = Hyper.uniform(len(parameters), own), not kernels.on_device
 
@@ -178,10 +179,11 @@ class StepAhead:
         """Make the parameters, each (n,), the shared values, with a = 0. They must be equal on all ranks."""
         self.shared = [each + 0 for each in values]
 
-    def expected(self, index: int) -> Array:
-        """Return theta + a of one parameter, (n,), which p must be before a step of the optimizer."""
-        a = self._ahead(index)
-        return self._rounded(index, self.shared[index] + a if a is not None else self.shared[index] + 0)
+    def is_edited(self, index: int, p: Array) -> Any:
+        """Return whether p of one parameter, (n,), is not theta + a, as a bool or as an array of one bool."""
+        if self._is_plain[index]:
+            return self._kernels.is_elsewhere(p, self.shared[index], self._residual(index))
+        return (p != self._expected(index)).any()
 
     def step(
         self, values: Sequence[Array], gradients: Sequence[Array | None], decays: Sequence[float],
@@ -282,6 +284,9 @@ class StepAhead:
     def write(self, values: Sequence[Array]) -> None:
         """Write p = theta + a into the parameters."""
         for i, p in enumerate(values):
+            if self._is_plain[i]:
+                self._kernels.put(p, self.shared[i], self._residual(i))
+                continue
             p[...] = self.shared[i]
             if (a := self._ahead(i)) is not None:
                 p += a
@@ -294,6 +299,13 @@ class StepAhead:
         self.shared = []
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _residual(self, index: int) -> Array:
+        return self._convert(self.exchange.state.residual(index))
+
+    def _expected(self, index: int) -> Array:
+        a = self._ahead(index)
+        return self._rounded(index, self.shared[index] + (0 if a is None else a))
 
     def _ahead(self, index: int) -> Array | None:
         """Return a = p - theta, (n,); None if it is 0.
@@ -318,11 +330,11 @@ class StepAhead:
 
     def _take_update(self, index: int, p: Array, s: float, decay: float) -> None:
         """Replace p by s * update, where the update is p - (theta + a)."""
-        p -= self.expected(index)
-        if s != 1.0:
-            p *= s
-            if decay:  # weight decay does not depend on the gradient, so it is not too short
-                p += self.shared[index] * ((s - 1.0) * decay)
+        share = (s - 1.0) * decay  # weight decay does not depend on the gradient, so it is not too short
+        if self._is_plain[index]:
+            self._kernels.take_update(p, self.shared[index], self._residual(index), s, share)
+        else:
+            subtract(p, self._expected(index), self.shared[index], s, share)
 
     def _begin(
         self, sent: Sequence[Array], arrays: Sequence[Array], gradients: Sequence[Array | None], ready: Any,
@@ -349,16 +361,16 @@ class StepAhead:
             bucket.return_owned(sparse=True, small=True)
         for i, theta in enumerate(self.shared):
             a, error = state.residual(i), state.error(i)
-            total = self._memory.to_host(a) if len(a) else error
+            total = self._kernels.memory.to_host(a) if len(a) else error
             if not len(total):
                 continue
             self._transport.allreduce(total, "sum")
             sent += total.nbytes
             total /= ranks
             if len(a):
-                self._memory.copy_in(a, total)
+                self._kernels.memory.copy_in(a, total)
                 theta += self._convert(a)
-                self._memory.fill(a, 0.0)
+                self._kernels.memory.fill(a, 0.0)
             else:
                 theta += self._convert(total)
         for bucket in state.buckets:

@@ -147,8 +147,8 @@ class StepAheadEngine(EngineBase):
         if self.exchange.in_step:
             self.exchange.wait()
         with self._told():
-            edits = [(self._read(place) != self.ahead.expected(i)).any() for i, place in enumerate(self._places())]
-            self._edited = bool(torch.stack(edits).any()) if edits else False
+            # A sum of arrays on a device is waited for once.
+            self._edited = bool(sum(self.ahead.is_edited(i, self._read(p)) for i, p in enumerate(self._places())))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange what the optimizer has changed, once for each of its steps."""

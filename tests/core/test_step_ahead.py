@@ -237,7 +237,7 @@ def test_an_error_of_one_rank_within_a_step_reaches_all_ranks(where, late):
         fails = []
 
         def rounded(index, values):
-            if fails and where == "update" and index == 1:
+            if fails and where == "update" and index == 2:
                 raise MemoryError("no memory")
             return values
 

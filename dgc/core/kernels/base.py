@@ -92,6 +92,15 @@ def is_finite(values: np.ndarray) -> bool:
         return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())
 
 
+def subtract(p: Array, place: Array, theta: Array, s: float, share: float) -> None:
+    """Replace p by ``s * (p - place) + share * theta``; (n,) each."""
+    p -= place
+    if s != 1.0:
+        p *= s
+    if share:
+        p += theta * share
+
+
 def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
     """Refuse arrays that a pass over a bucket cannot work on."""
     if v.dtype != np.float32 or u.dtype != np.float32:
@@ -272,6 +281,21 @@ class Kernels(abc.ABC):
         self, result: Array, mean: np.ndarray, u: Array, parameter: Array | None, rule: MomentumRule
     ) -> None:
         """Apply momentum SGD to an averaged gradient, with the same result as the optimizer's own momentum."""
+
+    # -- step-ahead error feedback: p, theta and a are (n,) float32, of any array library whose memory the kernels read
+
+    def is_elsewhere(self, p: Array, theta: Array, a: Array) -> Any:
+        """Return whether p is not theta + a, as a bool or as an array of one bool."""
+        return (p != theta + a).any()
+
+    def take_update(self, p: Array, theta: Array, a: Array, s: float, share: float) -> None:
+        """Replace p by ``s * (p - (theta + a)) + share * theta``."""
+        subtract(p, theta + a, theta, s, share)
+
+    def put(self, p: Array, theta: Array, a: Array) -> None:
+        """Write theta + a into p."""
+        p[...] = theta
+        p += a
 
     # -- tensors that are sent dense: these methods work on the host and call ``dense_update`` -----------------------
 

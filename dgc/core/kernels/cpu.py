@@ -166,6 +166,29 @@ class NumbaKernels(Kernels):
             weight_decay, float(rule.scale), np.empty((threads, STRIP if weight_decay else 0), np.float32),
         )  # fmt: skip
 
+    @override
+    def is_elsewhere(self, p: Array, theta: Array, a: Array) -> bool:
+        return bool(self._run_ahead(COMPARE, p, theta, a).any())
+
+    @override
+    def take_update(self, p: Array, theta: Array, a: Array, s: float, share: float) -> None:
+        self._run_ahead(TAKE, p, theta, a, s, share)
+
+    @override
+    def put(self, p: Array, theta: Array, a: Array) -> None:
+        self._run_ahead(PUT, p, theta, a)
+
+    def _run_ahead(
+        self, task: int, p: Array, theta: Array, a: Array, s: float = 1.0, share: float = 0.0
+    ) -> np.ndarray:
+        arrays = [np.asarray(each) for each in (p, theta, a)]  # of torch's tensors, without a copy
+        n, threads = len(p), self._threads_for(len(p))
+        if any(each.shape != (n,) or each.dtype != np.float32 for each in arrays):
+            raise LayoutError(f"{', '.join(f'{e.dtype} {e.shape}' for e in arrays)}: all must be float32 of one length")
+        found = np.zeros(threads, np.bool_)
+        self._team.run(threads, ahead_tiles, -(-n // TILE), *arrays, task, np.float32(s), np.float32(share), found)
+        return found
+
     def _threads_for(self, elements: int) -> int:
         return 1 if elements < ALONE else self.threads
 
@@ -267,6 +290,43 @@ def update_tiles(worker, progress, tiles, result, mean, u, address, code, moment
             if scale != 1:
                 for i in range(count):
                     r[i] *= c
+        fetch_add(progress, 1, 1)
+
+
+# -- step-ahead error feedback -----------------------------------------------------------------------------------------
+
+COMPARE, TAKE, PUT = range(3)
+
+
+@entry
+def ahead_tiles(worker, progress, tiles, p, theta, a, task, s, share, found):
+    """Compare p with theta + a, take the update out of p, or write theta + a into p; (n,) each. A kernel for ``Team``.
+
+    ``found[worker]`` becomes True if p differs somewhere.
+    """
+    while True:
+        tile = fetch_add(progress, 0, 1)
+        if tile >= tiles:
+            break
+        start, stop = tile * TILE, min((tile + 1) * TILE, p.size)
+        x, t, y = p[start:stop], theta[start:stop], a[start:stop]
+        if task == COMPARE:
+            differs = False
+            for i in range(x.size):
+                differs |= x[i] != t[i] + y[i]
+            found[worker] |= differs
+        elif task == PUT:
+            for i in range(x.size):
+                x[i] = t[i] + y[i]
+        elif share != 0:
+            for i in range(x.size):
+                x[i] = s * (x[i] - (t[i] + y[i])) + t[i] * share
+        elif s != 1:
+            for i in range(x.size):
+                x[i] = s * (x[i] - (t[i] + y[i]))
+        else:
+            for i in range(x.size):
+                x[i] -= t[i] + y[i]
         fetch_add(progress, 1, 1)
 
 

@@ -153,3 +153,32 @@ def test_norms_leave_out_what_is_not_finite_in_whichever_tile(dtype):
 
 def test_a_norm_beyond_float64_is_infinite():
     assert NumbaKernels(1).sums_of_squares([np.full(3 * TILE, 7e151)]) == np.inf
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n", [0, 1, 1000, 70_001])
+@pytest.mark.parametrize("s", [1.0, 1.37])
+@pytest.mark.parametrize("share", [0.0, 3e-4])
+def test_step_ahead_equals_the_operators_bit_for_bit(threads, n, s, share):
+    kernels, reference = NumbaKernels(threads), ReferenceKernels()
+    rng = np.random.default_rng(n)
+    p, theta, a = rng.normal(size=(3, n)).astype(np.float32)
+    expected = p.copy()
+    kernels.take_update(p, theta, a, s, share)
+    reference.take_update(expected, theta, a, s, share)
+    np.testing.assert_array_equal(p, expected)
+    kernels.put(p, theta, a)
+    reference.put(expected, theta, a)
+    np.testing.assert_array_equal(p, expected)
+    assert not kernels.is_elsewhere(p, theta, a) and not reference.is_elsewhere(p, theta, a)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("position", [0, 15, 32767, 32768, 69999])
+@pytest.mark.parametrize("change", [lambda x: np.nextafter(x, np.float32(9)), lambda x: np.nan])
+def test_one_edit_anywhere_is_seen(threads, position, change):
+    theta, a = np.random.default_rng(0).normal(size=(2, 70_000)).astype(np.float32)
+    for kernels in (NumbaKernels(threads), ReferenceKernels()):
+        p = theta + a
+        p[position] = change(p[position])
+        assert kernels.is_elsewhere(p, theta, a)
