@@ -30,7 +30,9 @@ EXCHANGES = {
     for exchange in ("gather", "auto")
 }
 """Our wrapper with each exchange; 0.1 or 5 % of the entries are sent."""
-OURS = ("dgc-a", "dgc-b", RESULTS, HALVES, *BUCKETS, *FAMILY, *EXCHANGES)
+STEPS = {"dgc-steps": 10_000}
+"""Our wrapper as the pages recommend it, with ``steps=`` of this training."""
+OURS = ("dgc-a", "dgc-b", *STEPS, RESULTS, HALVES, *BUCKETS, *FAMILY, *EXCHANGES)
 METHODS = (*ALONE, MEETING, "dense", "fp16", *OURS, "powersgd")
 DENSITY = 0.001
 
@@ -76,6 +78,8 @@ def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
     name = "dgc" if method in EXCHANGES else method.partition("-")[0]
     options: dict[str, Any] = {} if name in ("qsgd", "onebit") else {"sparsity": 1 - DENSITY}
     options.update(EXCHANGES.get(method, {}))
+    if method in STEPS:
+        options = {"steps": STEPS[method]}
     if method in BUCKETS:
         options["bucket_bytes"] = BUCKETS[method] * 2**20
     if method == HALVES:

@@ -81,6 +81,58 @@ def test_the_first_lines_under_torchrun_and_those_of_mixed_precision(ranks):
     assert ranks.run(script, 2, launcher="torchrun").values == [[True, 3]] * 2
 
 
+BY_HAND = """
+import torch
+import torch.distributed as dist
+from adapters_torch import torchrun_tools
+from documented import shown
+from worker_tools import report
+import dgc.torch as dgc
+
+save, load = (code.replace("checkpoint.pt", PATH) for code in shown("pytorch.md", "Files of your own, with step-ahead"))
+torch.manual_seed(0)
+first = torch.nn.Linear(64, 64).state_dict()
+
+def begun():
+    model = torch.nn.Linear(64, 64)
+    model.load_state_dict(first)
+    compression = dgc.Compression.dgc(steps=6, min_numel=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    return dict(model=model, compression=compression, optimizer=optimizer, torch=torch, dist=dist)
+
+def train(names, begin, end):
+    for step in range(begin, end):
+        names["optimizer"].zero_grad()
+        data = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        names["model"](data).square().mean().backward()
+        names["optimizer"].step()
+
+unbroken = begun()
+train(unbroken, 0, 3)
+exec(save, unbroken)
+train(unbroken, 3, 5)
+unbroken["compression"].close()
+dist.barrier()
+resumed = begun()
+exec(load, resumed)
+train(resumed, 3, 5)
+values = [names["model"].weight.detach().clone() for names in (unbroken, resumed)]
+moved = not torch.equal(torch.load(PATH)["model"]["weight"], values[0])
+train(resumed, 5, 6)  # the last of steps= makes the ranks equal
+both = [torch.empty(64, 64) for _ in range(2)]
+dist.all_gather(both, resumed["model"].weight.detach())
+report([torch.equal(*values), moved, torch.equal(*both)])
+resumed["compression"].close()
+"""
+
+
+@pytest.mark.mpi
+def test_files_of_your_own_resume_bit_for_bit(ranks, tmp_path):
+    script = f"PATH = {str(tmp_path / 'own.pt')!r}\n{BY_HAND}"
+    assert ranks.run(script, 2, launcher="torchrun").values == [[True, True, True]] * 2
+
+
 @pytest.mark.mpi
 @pytest.mark.matrix
 def test_the_first_script_goes_on_from_its_checkpoint(tmp_path):

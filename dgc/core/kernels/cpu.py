@@ -178,9 +178,7 @@ class NumbaKernels(Kernels):
     def put(self, p: Array, theta: Array, a: Array) -> None:
         self._run_ahead(PUT, p, theta, a)
 
-    def _run_ahead(
-        self, task: int, p: Array, theta: Array, a: Array, s: float = 1.0, share: float = 0.0
-    ) -> np.ndarray:
+    def _run_ahead(self, task: int, p: Array, theta: Array, a: Array, s: float = 1.0, share: float = 0.0) -> np.ndarray:
         arrays = [np.asarray(each) for each in (p, theta, a)]  # of torch's tensors, without a copy
         n, threads = len(p), self._threads_for(len(p))
         if any(each.shape != (n,) or each.dtype != np.float32 for each in arrays):
