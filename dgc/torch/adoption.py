@@ -28,6 +28,9 @@ from dgc.torch.tensors import as_array, local
 # Optimizers that keep a running mean of gradients, ``exp_avg``, and divide it by another running mean.
 _MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 
+# Others whose steps are not proportional to gradients. Muon came with torch 2.9.
+_OTHERS = ("Adagrad", "Adadelta", "RMSprop", "Adafactor", "Muon")
+
 _LEFT = (
     "{0} has a step() of its own: its momentum stays in it, so that the step sees gradients as in dense training, and "
     "the compressor does plain error feedback. If the step leaves gradients and momentum to torch.optim.SGD, momentum "
@@ -375,11 +378,11 @@ def _has_moments(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def is_adaptive(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer divides gradients by a running mean, or takes their sign.
+    """Return whether an optimizer divides gradients by a measure of their size, or takes their sign.
 
     Its steps are then not proportional to gradients. Classes outside of torch are recognised by their betas.
     """
-    others = (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop)
+    others = tuple(getattr(torch.optim, name) for name in _OTHERS if hasattr(torch.optim, name))
     groups = [] if optimizer is None else optimizer.param_groups
     return issubclass(updating_class(optimizer), (*_MOMENTS, *others)) or any("betas" in group for group in groups)
 

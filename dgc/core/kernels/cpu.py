@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numba
 import numpy as np
@@ -167,24 +168,32 @@ class NumbaKernels(Kernels):
         )  # fmt: skip
 
     @override
-    def is_elsewhere(self, p: Array, theta: Array, a: Array) -> bool:
+    def is_elsewhere(self, p: Array, theta: Array, a: Array) -> Any:
+        if len(p) < ALONE:
+            return super().is_elsewhere(p, theta, a)
         return bool(self._run_ahead(COMPARE, p, theta, a).any())
 
     @override
     def take_update(self, p: Array, theta: Array, a: Array, s: float, share: float) -> None:
-        self._run_ahead(TAKE, p, theta, a, s, share)
+        if len(p) < ALONE:
+            super().take_update(p, theta, a, s, share)
+        else:
+            self._run_ahead(TAKE, p, theta, a, s, share)
 
     @override
     def put(self, p: Array, theta: Array, a: Array) -> None:
-        self._run_ahead(PUT, p, theta, a)
+        if len(p) < ALONE:
+            super().put(p, theta, a)
+        else:
+            self._run_ahead(PUT, p, theta, a)
 
     def _run_ahead(self, task: int, p: Array, theta: Array, a: Array, s: float = 1.0, share: float = 0.0) -> np.ndarray:
         arrays = [np.asarray(each) for each in (p, theta, a)]  # of torch's tensors, without a copy
-        n, threads = len(p), self._threads_for(len(p))
+        n = len(p)
         if any(each.shape != (n,) or each.dtype != np.float32 for each in arrays):
             raise LayoutError(f"{', '.join(f'{e.dtype} {e.shape}' for e in arrays)}: all must be float32 of one length")
-        found = np.zeros(threads, np.bool_)
-        self._team.run(threads, ahead_tiles, -(-n // TILE), *arrays, task, np.float32(s), np.float32(share), found)
+        found = np.zeros(self.threads, np.bool_)
+        self._team.run(self.threads, ahead_tiles, -(-n // TILE), *arrays, task, np.float32(s), np.float32(share), found)
         return found
 
     def _threads_for(self, elements: int) -> int:

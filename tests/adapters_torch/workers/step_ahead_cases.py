@@ -101,6 +101,24 @@ def with_steps_and_adamw_updates_are_exchanged_unless_classic_options_are_given(
         assert run.compression.config.steps_ahead == ahead
         run.compression.close()
     assert not Run("dgc", sgd, **chosen).train(range(3)).compression.config.steps_ahead
+    assert Run("dgc", OPTIMIZERS["adafactor"], **chosen).train(range(3)).compression.config.steps_ahead
+
+
+@case
+def with_steps_and_muon_updates_are_exchanged():
+    if not hasattr(torch.optim, "Muon"):
+        return
+    model = torch.nn.Linear(64, 64, bias=False)
+    dgc.broadcast_parameters(model.state_dict())
+    compression = close_later(dgc.Compression.dgc(steps=4, min_numel=64))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
+    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    assert compression.config.steps_ahead
+    assert_identical(model)
 
 
 @case

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dgc.core.kernels.base import MomentumRule, SegmentWork
-from dgc.core.kernels.cpu import TILE, NumbaKernels
+from dgc.core.kernels.cpu import ALONE, TILE, NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.threshold import new_thresholds
 from dgc.errors import LayoutError
@@ -156,7 +156,7 @@ def test_a_norm_beyond_float64_is_infinite():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("n", [0, 1, 1000, 70_001])
+@pytest.mark.parametrize("n", [0, 1000, ALONE, 3 * TILE + 1])
 @pytest.mark.parametrize("s", [1.0, 1.37])
 @pytest.mark.parametrize("share", [0.0, 3e-4])
 def test_step_ahead_equals_the_operators_bit_for_bit(threads, n, s, share):
