@@ -348,13 +348,16 @@ class Muon(torch.optim.Optimizer):
     A matrix's step has the size of one of AdamW: 0.2 on average. Source of this: arXiv 2502.16982.
     """
 
-    def __init__(self, parameters: Any, lr: float, momentum: float, weight_decay: float) -> None:
-        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "decoupled_weight_decay": True}
-        super().__init__(parameters, options)
+    def __init__(
+        self, parameters: Any, lr: float, momentum: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "betas": betas, **decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            beta1, beta2 = group["betas"]
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
@@ -365,8 +368,8 @@ class Muon(torch.optim.Optimizer):
                     mean = state["mean"].lerp_(p.grad, 1 - group["momentum"])
                     update = orthogonal(p.grad.lerp(mean, group["momentum"])) * 0.2 * max(p.shape) ** 0.5
                 else:
-                    mean = state["mean"].lerp_(p.grad, 0.1) / (1 - 0.9 ** state["step"])
-                    square = state["square"].lerp_(p.grad.square(), 0.05) / (1 - 0.95 ** state["step"])
+                    mean = state["mean"].lerp_(p.grad, 1 - beta1) / (1 - beta1 ** state["step"])
+                    square = state["square"].lerp_(p.grad.square(), 1 - beta2) / (1 - beta2 ** state["step"])
                     update = mean / (square.sqrt() + 1e-8)
                 p.sub_(update, alpha=group["lr"])
 
@@ -384,7 +387,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 OTHERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.95}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
-    "muon": (Muon, {"lr": 3e-3, "momentum": 0.95, "weight_decay": 0.1}),
+    "muon": (Muon, {"lr": 3e-3, "momentum": 0.95, "betas": (0.9, 0.95), "weight_decay": 0.1}),
     "lion": (Lion, {"lr": 4e-4, "betas": (0.9, 0.98), "weight_decay": 0.5}),
 }
 

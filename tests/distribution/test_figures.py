@@ -297,12 +297,14 @@ def test_step_ahead_beside_dense_and_classic():
     for name, words, among in (
         ("a GPT of 10.8 M", ("dense", "ahead", "steps"), [row for row in large if row["steps"] == 600]),
         ("the small GPT with Lion", ("dense", "ahead"), rows_of("step-ahead-gpt-64-lion")),
-        ("the small GPT with RMSprop", ("dense", "ahead"), rows_of("step-ahead-gpt-64-rmsprop")),
         ("the small GPT, resumed", ("dense", "ahead,saved=1"), small),
     ):
         (cells,) = [cells for each, cells in settings.items() if each.startswith(name)]
         losses = {row["setting"]: row["loss"] for row in among if row["seed"] == 0}
         assert [float(cell) for cell in cells[: len(words)]] == [round(losses[word], 3) for word in words], name
+    for cell, setting in zip(settings["the small GPT with RMSprop; Adafactor; Muon"], ("dense", "ahead"), strict=False):
+        three = [rows_of(f"step-ahead-gpt-64-{name}") for name in ("rmsprop", "adafactor", "muon")]
+        assert numbers(cell) == [round(r["loss"], 3) for rows in three for r in rows if r["setting"] == setting]
     readme = text_of("README.md")
     first = {row["setting"]: row for row in large if row["steps"] == 600}
     losses = " | ".join(f"{first[word]['loss']:.3f}" for word in ("dense", "ahead"))

@@ -1,10 +1,13 @@
 """DDP's communication hook on 2 real ranks under torchrun; Horovod and mpi4py cannot be imported."""
 
 import functools
+import os
 import re
 import sys
+import time
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +183,24 @@ def the_optimizer_may_be_bound_later():
     assert compression.describe()["transport"] == "torch.distributed"
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert not optimizer.state_dict()["state"]
+
+
+def gloo_threads():
+    return sum("gloo" in Path(f"/proc/self/task/{each}/comm").read_text() for each in os.listdir("/proc/self/task"))
+
+
+@case
+def close_ends_the_threads_of_dgcs_own_group():
+    """A thread of Gloo's that needs the interpreter while it ends would abort the process."""
+    before = gloo_threads()
+    model, optimizer, state = hooked(make_model(), sgd, EXACT)
+    train(model, optimizer, 3)
+    assert gloo_threads() > before
+    state.compression.close()
+    deadline = time.monotonic() + 20
+    while gloo_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert gloo_threads() == before
 
 
 # -- scaling and clipping --------------------------------------------------------------------------------------------
