@@ -179,7 +179,7 @@ class EngineBase(abc.ABC):
 
     def residual_norm(self) -> float:
         """Return the L2 norm of the gradients that this rank has not sent yet."""
-        return 0.0 if self._exchange is None else self._exchange.residual_norm()
+        return 0.0 if self._exchange is None else self._exchange.state.residual_norm()
 
     def describe(self) -> dict[str, Any]:
         """Return what the next step will do, as plain values: see ``compression.describe()``."""

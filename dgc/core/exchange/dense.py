@@ -32,12 +32,20 @@ class DenseVector:
     _parts: Sequence[SegmentWork] = ()
 
     def __init__(self, setting: Setting, *, start: int, origin: int, is_coded: bool = False) -> None:
-        """Decide the sizes.
+        """Decide the sizes. Let S be the place in the bucket behind the sparsified tensors.
+
+        ==========  ============  ============================================
+        ``start``   ``origin``    the vector holds
+        ==========  ============  ============================================
+        0           0             all gradients: a step without compression
+        0           S             selected entries between zeros, then the rest
+        S           S             the rest: small tensors, and excluded ones
+        ==========  ============  ============================================
 
         Args:
             setting: the bucket, and what sizes follow from.
             start: where the vector begins in the bucket.
-            origin: where the tensors begin that are sent dense: 0, or behind the sparsified ones.
+            origin: where the tensors begin whose gradients are sent as they are.
             is_coded: whether small tensors are sent coded.
         """
         bucket, config, _, ranks, _ = setting

@@ -337,10 +337,6 @@ class Exchange:
                 "momentum and residuals, and save then"
             )
 
-    def residual_norm(self) -> float:
-        """Return the L2 norm of the gradients that this rank has not sent yet."""
-        return self.state.residual_norm()
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state as plain containers of NumPy arrays."""
         self.require_whole("state_dict()")

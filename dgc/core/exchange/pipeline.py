@@ -197,7 +197,7 @@ class Pipeline:
             except (RemoteFailure, TransportError):
                 raise
             except Exception as error:
-                no_message_follows = index == len(self._buckets) - 1 or not bucket.plan.vector.is_inline
+                no_message_follows = index == len(self._buckets) - 1 or bucket.plan.reduces
                 if bucket.plan.is_out and (isinstance(error, DGCError) or no_message_follows):
                     raise  # the other ranks meet the same error in the messages, or cannot be told in this step
                 latest.announce(error)

@@ -28,7 +28,10 @@ from dgc.errors import DGCError
 
 
 class Plan(ABC):
-    """One way to exchange one bucket at one density. A step calls the methods in the order in which they stand here.
+    """One way to exchange one bucket at one density.
+
+    A step calls ``begin``, ``prepare``, ``write``, ``exchange``, ``add_up_dense`` and ``add_up``, in this order; then
+    ``commit``, unless the step is dropped. If a rank fails before its message is out, it calls ``send_error`` instead.
 
     Attributes:
         way: the name of the way, for users.
@@ -38,6 +41,7 @@ class Plan(ABC):
         small_codecs: for small tensors that are sent coded: one codec, or one for each rank's block.
         form: the sizes of the message.
         messages: the buffers of the message.
+        reduces: whether an allreduce of the vector follows the message.
         traffic: what passes through a rank in a step.
         largest: bytes of the largest buffer that a rank gives to a collective.
         added: received entries or elements that a rank adds up.
@@ -69,8 +73,8 @@ class Plan(ABC):
         self.largest = form.nbytes
         self.added = self._ranks * form.count
         self.small_bytes = form.coded_bytes + vector.plain_bytes
-        self.traffic = gathering(form.nbytes, self._ranks)
-        if not vector.is_inline:
+        self.traffic, self.reduces = gathering(form.nbytes, self._ranks), not vector.is_inline
+        if self.reduces:
             self.traffic = self.traffic.then(reducing(vector.plain_bytes, self._ranks))
         self.is_out = self._is_ready = False
 
@@ -100,7 +104,7 @@ class Plan(ABC):
     def write(self, state: BucketState) -> bool:
         """Write what is sent beside the payload; return whether all of it is finite."""
         finite = self.vector.code_small(state, self.small_codecs, self._blocks())
-        if self.vector.is_inline:
+        if not self.reduces:
             self.messages.inline[:] = self.vector.plain.view(np.uint8)
         return finite
 
@@ -116,7 +120,7 @@ class Plan(ABC):
                 with message.blamed():
                     codec = self.small_codecs[message.sender % len(self.small_codecs)]
                     codec.add(message.coded, self.vector.small)
-        if self.vector.is_inline:
+        if not self.reduces:
             self.vector.add_plain([message.inline for message in messages])
         return self.vector.average(factor)
 
@@ -160,7 +164,7 @@ class Plan(ABC):
     def _exchange(self, count: int, *, nonfinite: bool, joined: int, absent: int) -> list[Incoming]:
         self.messages.finish(count=count, nonfinite=nonfinite, joined=joined, absent=absent)
         messages = self._gather()
-        if not self.vector.is_inline:
+        if self.reduces:
             plain = self.vector.plain
             self._transport.allreduce(plain, "sum")
             self._step.stats.count_collective(plain.nbytes)

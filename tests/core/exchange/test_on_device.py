@@ -164,7 +164,7 @@ def test_what_kernels_remember_of_a_layout_is_freed_with_its_exchange(monkeypatc
         def steps(exchange, rank, shapes=shapes):
             for step in range(2):
                 run_step(exchange, gradients(step, 0, shapes))
-            exchange.residual_norm()
+            exchange.state.residual_norm()
 
         on_ranks(1, steps, shapes, kernels=kernels, sparsity=0.99, momentum=0.9)
     launched.clear()
