@@ -31,7 +31,7 @@ EXCHANGES = {
 }
 """Our wrapper with each exchange; 0.1 or 5 % of the entries are sent."""
 STEPS = {"dgc-steps": 10_000}
-"""Our wrapper as the pages recommend it, with ``steps=`` of this training."""
+"""Our wrapper as the pages recommend it, with the ``steps=`` of a training of this length."""
 OURS = ("dgc-a", "dgc-b", *STEPS, RESULTS, HALVES, *BUCKETS, *FAMILY, *EXCHANGES)
 METHODS = (*ALONE, MEETING, "dense", "fp16", *OURS, "powersgd")
 DENSITY = 0.001

@@ -142,7 +142,7 @@ class StepAhead:
         *,
         rescales: bool,
         convert: Callable[[Array], Array] = lambda array: array,
-        rounded: Callable[[int, Array], Array] = lambda index, values: values,
+        rounding: Callable[[int], Callable[[Array], Array] | None] = lambda index: None,
     ) -> None:
         """Build the exchange.
 
@@ -153,7 +153,8 @@ class StepAhead:
             kernels: work on the arrays.
             rescales: whether the optimizer divides by the size of its gradients; see :class:`NoiseScale`.
             convert: turns an array of the kernels into a view of the kind that :meth:`step` takes as ``values``.
-            rounded: returns a parameter's values, (n,), as the parameter's own type holds them.
+            rounding: returns, for a parameter whose own type holds fewer digits than ``values``, a function that rounds
+                values, (n,), to that type; None for others.
         """
         count = len(parameters)
         self.noise = NoiseScale(count, transport.size, config.seed, convert) if rescales else None
@@ -171,8 +172,7 @@ class StepAhead:
         self._flying: dict[int, Array] = {}  # by small parameter: a, while an exchange is under way
         self._results: Sequence[Array] = ()  # of the exchange that is under way
         self._count, self._transport, self._kernels = count, transport, kernels
-        self._is_plain = [self.layout.is_sparsified(i) and p.dtype == "float32" for i, p in enumerate(parameters)]
-        self._convert, self._rounded = convert, rounded
+        self._convert, self._rounding = convert, rounding
         self._hyper, self._defers = Hyper.uniform(len(parameters), own), not kernels.on_device
 
     def start(self, values: Sequence[Array]) -> None:
@@ -181,7 +181,7 @@ class StepAhead:
 
     def is_edited(self, index: int, p: Array) -> Any:
         """Return whether p of one parameter, (n,), is not theta + a, as a bool or as an array of one bool."""
-        if self._is_plain[index]:
+        if self._is_plain(index):
             return self._kernels.is_elsewhere(p, self.shared[index], self._residual(index))
         return (p != self._expected(index)).any()
 
@@ -284,7 +284,7 @@ class StepAhead:
     def write(self, values: Sequence[Array]) -> None:
         """Write p = theta + a into the parameters."""
         for i, p in enumerate(values):
-            if self._is_plain[i]:
+            if self.layout.is_sparsified(i):
                 self._kernels.put(p, self.shared[i], self._residual(i))
                 continue
             p[...] = self.shared[i]
@@ -303,9 +303,15 @@ class StepAhead:
     def _residual(self, index: int) -> Array:
         return self._convert(self.exchange.state.residual(index))
 
+    def _is_plain(self, index: int) -> bool:
+        """Return whether p is theta + a without rounding, and a is the residual, so that the kernels can compute it."""
+        return self.layout.is_sparsified(index) and self._rounding(index) is None
+
     def _expected(self, index: int) -> Array:
-        a = self._ahead(index)
-        return self._rounded(index, self.shared[index] + (0 if a is None else a))
+        """Return theta + a, (n,), as the parameter's own type holds it."""
+        a, rounded = self._ahead(index), self._rounding(index)
+        values = self.shared[index] + (0 if a is None else a)
+        return values if rounded is None else rounded(values)
 
     def _ahead(self, index: int) -> Array | None:
         """Return a = p - theta, (n,); None if it is 0.
@@ -331,7 +337,7 @@ class StepAhead:
     def _take_update(self, index: int, p: Array, s: float, decay: float) -> None:
         """Replace p by s * update, where the update is p - (theta + a)."""
         share = (s - 1.0) * decay  # weight decay does not depend on the gradient, so it is not too short
-        if self._is_plain[index]:
+        if self._is_plain(index):
             self._kernels.take_update(p, self.shared[index], self._residual(index), s, share)
         else:
             subtract(p, self._expected(index), self.shared[index], s, share)

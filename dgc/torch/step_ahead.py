@@ -36,6 +36,13 @@ from dgc.torch.tensors import Result, describe, local, samples, sum_of_bits, ten
 
 _MANY = 10  # edits in a row that are worth a warning
 
+# Optimizers whose weight decay is a part of the gradient, unless an option of theirs says otherwise. The decay of most
+# others (AdamW, Muon, Adafactor, Lion) shortens the parameters.
+_COUPLED = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "SGD", "ASGD", "Rprop")
+)
+
 _EQUAL = "Give every rank the same options, or load the optimizer's state on all ranks."
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -68,8 +75,9 @@ class StepAheadEngine(EngineBase):
             pairs = named()
             require_no_other(pairs)
             self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
-            self._device = local(self.parameters[0]).device if self.parameters else torch.device("cpu")
             self._tensors = compiled(config, lambda: tensors_for(self.parameters), lambda tensors: tensors.kernels)
+            on_device = self._tensors.kernels.on_device  # without GPU kernels, all passes through host memory
+            self._device = local(self.parameters[0]).device if on_device else torch.device("cpu")
             self.ahead = StepAhead(
                 [describe(n, p) for n, p in pairs],
                 config,
@@ -77,7 +85,7 @@ class StepAheadEngine(EngineBase):
                 self._tensors.kernels,
                 rescales=not isinstance(optimizer, torch.optim.SGD),
                 convert=self._convert,
-                rounded=self._rounded,
+                rounding=self._rounding,
             )
             self.exchange = self._exchange = self.ahead.exchange
             return self.ahead.layout
@@ -120,7 +128,8 @@ class StepAheadEngine(EngineBase):
                 LayoutError(
                     f"the model's parameter of shape {tuple(other.shape)} is not one of the optimizer that was given "
                     "to the compressor, and nothing would average it: give one optimizer that owns all trained "
-                    "parameters of the model"
+                    "parameters of the model or, for several optimizers, leave DDP out and wrap each in "
+                    "dgc.DistributedOptimizer with a compressor of its own"
                 )
             )
 
@@ -262,16 +271,17 @@ class StepAheadEngine(EngineBase):
             )
 
     def _convert(self, array: Any) -> torch.Tensor:
-        """Return a tensor that shares an array's memory; on a GPU, a copy of a host array."""
+        """Return a tensor that shares an array's memory; with GPU kernels, a copy of a host array on the GPU."""
         return torch.as_tensor(array, device=self._device)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         grads = [p.grad for p in self.parameters]
-        return [None if g is None or g.is_sparse else local(g).detach().reshape(-1).float() for g in grads]
+        flat = [None if g is None or g.is_sparse else local(g).detach().reshape(-1).float() for g in grads]
+        return [None if g is None else g.to(self._device) for g in flat]
 
-    def _rounded(self, index: int, values: torch.Tensor) -> torch.Tensor:
+    def _rounding(self, index: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
         dtype = self.parameters[index].dtype
-        return values if values.dtype is dtype else values.to(dtype).to(values.dtype)
+        return None if dtype in (torch.float32, torch.float64) else lambda values: values.to(dtype).to(values.dtype)
 
     def _values(self) -> tuple[list[Result], list[torch.Tensor]]:
         places = self._places()
@@ -435,7 +445,7 @@ def _decays(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
     """Return, for each parameter, the share that the optimizer's decoupled weight decay takes off in a step."""
     found: dict[int, float] = {}
     for group in optimizer.param_groups:
-        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
+        decoupled = group.get("decoupled_weight_decay", not isinstance(optimizer, _COUPLED))
         decay = float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decoupled else 0.0
         found.update((id(p), decay) for p in group["params"] if p.grad is not None)  # others do not decay
     return [found.get(id(p), 0.0) for p in parameters]

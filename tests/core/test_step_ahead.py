@@ -33,10 +33,10 @@ def first_values():
     return [rng.normal(size=math.prod(shape)).astype(np.float32) for shape in SHAPES.values()]
 
 
-def make(transport, *, rescales=False, rounded=lambda index, values: values, **options):
+def make(transport, *, rescales=False, rounding=lambda index: None, **options):
     config = make_config({"error_feedback": "step-ahead", **options})
     parameters = [Parameter(name, shape, "float32") for name, shape in SHAPES.items()]
-    return StepAhead(parameters, config, transport, choose_kernels("cpu"), rescales=rescales, rounded=rounded)
+    return StepAhead(parameters, config, transport, choose_kernels("cpu"), rescales=rescales, rounding=rounding)
 
 
 def move(ahead, values, updates, *, late=False, **given):
@@ -236,12 +236,11 @@ def test_an_error_of_one_rank_within_a_step_reaches_all_ranks(where, late):
     def job(transport):
         fails = []
 
-        def rounded(index, values):
-            if fails and where == "update" and index == 2:
+        def rounding(index):
+            if fails and where == "update" and index == 1:
                 raise MemoryError("no memory")
-            return values
 
-        ahead, values = make(transport, rescales=True, rounded=rounded, sparsity=0.95), first_values()
+        ahead, values = make(transport, rescales=True, rounding=rounding, sparsity=0.95), first_values()
         ahead.start(values)
         move(ahead, values, [0.01 * v for v in values], late=late)
         fails += [True] * transport.rank
@@ -259,3 +258,24 @@ def test_an_error_of_one_rank_within_a_step_reaches_all_ranks(where, late):
 
     ranks = run_ranks(2, job, timeout=20)
     assert all(map(np.array_equal, *ranks))
+
+
+def test_parameters_that_are_cast_later_do_not_count_as_edited():
+    def job(transport):
+        halves = []
+
+        def rounding(index):
+            return (lambda values: values.astype(np.float16).astype(np.float32)) if halves else None
+
+        ahead, values = make(transport, rounding=rounding, sparsity=0.95), first_values()
+        ahead.start(values)
+        move(ahead, values, [0.01 * v for v in values])
+        assert not any(ahead.is_edited(i, p) for i, p in enumerate(values))
+        halves.append(True)
+        cast = [p.astype(np.float16).astype(np.float32) for p in values]
+        assert not any(ahead.is_edited(i, p) for i, p in enumerate(cast))
+        cast[0][5] += 1
+        assert [bool(ahead.is_edited(i, p)) for i, p in enumerate(cast)] == [True, False, False]
+        ahead.exchange.close()
+
+    run_ranks(2, job, timeout=20)

@@ -165,6 +165,8 @@ def test_the_alternatives_with_adamw():
         assert sent == pytest.approx(timed[0][0]["step_bytes"] / 1e6, abs=0.051 if sent > 9 else 0.0051), name
         expected = [statistics.median(row["step"] for row in each) for each in timed]
         assert [second for (second,) in seconds] == pytest.approx(expected, abs=0.0051), name
+    late = [statistics.median(row["step"] for row in runs["ahead,late=1", rate]) for rate in ("1gbit", "100mbit")]
+    assert f"took {late[0]:.2f} s at 1 Gbit/s and {late[1]:.2f} s at 100 Mbit/s" in text_of("docs/results.md")
     ((_, short),) = table_with("README.md", "dense", "16 bits")
     assert len(short) >= 4
     for name, cells in short.items():
@@ -302,7 +304,9 @@ def test_step_ahead_beside_dense_and_classic():
         (cells,) = [cells for each, cells in settings.items() if each.startswith(name)]
         losses = {row["setting"]: row["loss"] for row in among if row["seed"] == 0}
         assert [float(cell) for cell in cells[: len(words)]] == [round(losses[word], 3) for word in words], name
-    for cell, setting in zip(settings["the small GPT with RMSprop; Adafactor; Muon"], ("dense", "ahead"), strict=False):
+    for cell, setting in zip(
+        settings["the small GPT with RMSprop; Adafactor; a Muon of ours"], ("dense", "ahead"), strict=False
+    ):
         three = [rows_of(f"step-ahead-gpt-64-{name}") for name in ("rmsprop", "adafactor", "muon")]
         assert numbers(cell) == [round(r["loss"], 3) for rows in three for r in rows if r["setting"] == setting]
     readme = text_of("README.md")

@@ -1,7 +1,10 @@
 """Step-ahead error feedback on more ranks than the cases have."""
 
 import pytest
+import torch
 from launch_tools import run_mpi
+
+from dgc.torch.step_ahead import _decays
 
 FIVE = """
 import torch
@@ -31,3 +34,21 @@ dist.destroy_process_group()
 @pytest.mark.matrix
 def test_more_than_four_ranks_send_more():
     assert "density 0.100, equal True" in run_mpi(5, FIVE, launcher="torchrun").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("AdamW", 0.02), ("Muon", 0.02), ("Adafactor", 0.02), ("Adam", 0.0), ("RMSprop", 0.0), ("NAdam", 0.0)],
+)
+def test_the_decay_that_shortens_parameters_is_known(name, share):
+    """With a gradient of 0, decoupled decay alone moves a parameter."""
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this PyTorch has no {name}")
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = getattr(torch.optim, name)([p], lr=0.1, weight_decay=0.2)
+    p.grad = torch.zeros_like(p)
+    (found,) = _decays(optimizer, [p])
+    assert found == pytest.approx(share)
+    optimizer.step()
+    if share:
+        torch.testing.assert_close(p.detach(), torch.full((4, 4), 1 - share))

@@ -105,19 +105,29 @@ def with_steps_and_adamw_updates_are_exchanged_unless_classic_options_are_given(
 
 
 @case
-def with_steps_and_muon_updates_are_exchanged():
-    if not hasattr(torch.optim, "Muon"):
+def muon_beside_adamw_each_with_a_compressor_of_its_own():
+    if not hasattr(torch.optim, "Muon"):  # before torch 2.9
         return
-    model = torch.nn.Linear(64, 64, bias=False)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10))
     dgc.broadcast_parameters(model.state_dict())
-    compression = close_later(dgc.Compression.dgc(steps=4, min_numel=64))
-    optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
-    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-    assert compression.config.steps_ahead
+    optimizers = []
+    for kind, dim in ((torch.optim.Muon, 2), (torch.optim.AdamW, 1)):
+        named = [(name, p) for name, p in model.named_parameters() if p.dim() == dim]
+        compression = close_later(dgc.Compression.dgc(steps=6, min_numel=64))
+        own = kind([p for _, p in named], lr=0.01)
+        optimizers.append(dgc.DistributedOptimizer(own, named, compression=compression))
+        assert compression.config.steps_ahead
+    losses = []
+    for step in range(6):
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = model(inputs).square().mean()
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[-1] < losses[0]
     assert_identical(model)
 
 

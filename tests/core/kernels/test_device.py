@@ -5,6 +5,7 @@ import pytest
 from fake_device import counts, device, fake_kernels, host, needs_compiler
 from kernel_tools import Bucket, as_type, assert_same_selection, entries, same_bits
 
+from dgc.core.kernels import _try_out as try_out
 from dgc.core.kernels import device as device_module
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import SegmentWork
@@ -19,6 +20,10 @@ pytestmark = needs_compiler
 def _quiet():
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         yield
+
+
+def test_the_step_that_tries_kernels_out():
+    try_out(fake_kernels())
 
 
 def bucket_of(lengths):
