@@ -67,7 +67,7 @@ def test_the_page_says_what_steps_chooses():
     """The table of lengths, and the share with step-ahead error feedback."""
     page = (DOCS / "options.md").read_text()
     rows = re.findall(r"^\| ([\d,]+)(?: and (?:fewer|more))? \| ([\d.]+) %.*? \| ([\d.]+) %", page, re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 5
     for length, *shares in rows:
         for adaptive, share in enumerate(shares):
             options = {"steps": int(length.replace(",", "")), "error_feedback": "classic"}

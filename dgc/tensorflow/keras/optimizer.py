@@ -71,7 +71,7 @@ def DistributedOptimizer(
     if kind is None:
         raise ConfigError(f"{brief(optimizer)} is no Keras optimizer")
     ours = reducer_of(optimizer)
-    if ours is not None and not ours.lost:
+    if ours is not None and not ours.lost and (ours.compression is not None or reducer.compression is None):
         raise ConfigError("this optimizer is distributed already; wrap the plain Keras optimizer only once")
     if kind == KERAS3:
         from dgc.tensorflow.keras.keras3 import wrap_keras3
@@ -93,10 +93,10 @@ def load_model(
 
     The arguments are those of ``horovod.tensorflow.keras.load_model``; ``legacy_opts`` has no effect. ``compression``
     is for the model of a dense run; the compressor takes over the momentum of the model's optimizer. A model that was
-    saved with a distributed optimizer of dgc is loaded with that optimizer.
+    saved with a compressor is loaded with that compressor's options.
 
     Raises:
-        ConfigError: ``compression`` is given, and the model has a distributed optimizer with all its options.
+        ConfigError: ``compression`` is given, and the model was saved with a compressor and all its options.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = tf.keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
@@ -107,10 +107,10 @@ def load_model(
     if ours is not None:
         if compression is None:
             return model
-        if not ours.lost:
+        if ours.compression is not None and not ours.lost:
             raise ConfigError(
-                "the model was saved with a distributed optimizer and keeps its options; leave compression out, "
-                "or compile the model with a new DistributedOptimizer"
+                "the model was saved with a compressor and keeps its options; leave compression out, or compile the "
+                "model with a new DistributedOptimizer"
             )
     model.optimizer = DistributedOptimizer(optimizer, compression=compression)
     compiled_with = getattr(model, "_compile_config", None)  # Keras 3 saves this

@@ -117,6 +117,19 @@ def load_model_makes_a_dense_model_distributed():
     m.assert_close(m.values(loaded), m.values(model), 1e-5)
 
 
+@case
+def a_model_of_a_dense_run_with_the_wrapper_goes_on_compressed():
+    model = m.compiled(keras.optimizers.SGD(m.schedule(), momentum=0.9))
+    m.fit(model, 6, rank=0)
+    compression = dgc.Compression.dgc(**m.SPARSITY_0)
+    loaded = m.reloaded(model, dgck.load_model, compression=compression)
+    assert loaded.optimizer.compression is compression
+    m.fit(model, 6, 6, rank=0)
+    m.fit(loaded, 6, 6, rank=0)
+    assert compression.stats.steps == 6
+    m.assert_close(m.values(loaded), m.values(model), 1e-5)
+
+
 class TellsOfItself(keras.optimizers.SGD):
     """A user's own optimizer, with methods and attributes that Horovod's or ours have, too."""
 
