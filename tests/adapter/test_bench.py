@@ -89,7 +89,7 @@ def test_all_ranks_measure_the_same(elements, classic):
     assert min(one.costs.dense, one.gathered, one.applied, one.link.a_round, *one.costs.sparse) > 0
     assert one.link.a_byte >= 0
     assert len(one.costs.sparse) == len(training.phases) == 1 + classic
-    assert one.applied < one.costs.sparse[-1]
+    assert one.applied < one.gathered  # of the same steps, so this holds on any machine
     assert 0 <= one.costs.half <= one.costs.dense
 
 
