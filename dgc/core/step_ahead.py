@@ -212,7 +212,8 @@ class StepAhead:
         scales = None if self.noise is None or edited else self.noise.scales()
         try:
             try:
-                self._wait()
+                if self.exchange.in_step:
+                    self.exchange.wait()  # until the communication thread has added the latest update to a
                 for i, p in enumerate(values):
                     self._take_update(i, p, 1.0 if scales is None else scales[i], decays[i])
             finally:
@@ -328,11 +329,6 @@ class StepAhead:
 
     def _note_refusal(self, bucket: BucketExchange) -> None:
         self._met = bucket.met(self._transport.rank, [p.name for p in self.layout.parameters], "update")
-
-    def _wait(self) -> None:
-        """Wait until the communication thread has added the latest update to a."""
-        if self.exchange.in_step:
-            self.exchange.wait()
 
     def _take_update(self, index: int, p: Array, s: float, decay: float) -> None:
         """Replace p by s * update, where the update is p - (theta + a)."""
