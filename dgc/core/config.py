@@ -23,9 +23,9 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 # The lowest density at which an adaptive optimizer was seen to learn well, and the density to use for a short training.
 ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
 
-# The density for an adaptive optimizer with step-ahead error feedback: on at most four ranks, and on more. On four
-# 7 % learnt no better than 3.5 %. On eight 7 % learnt better, and 10 % still better.
-AHEAD_DENSITY, AHEAD_DENSITY_OF_MANY, _FEW = 0.035, 0.1, 4
+# The densities for an adaptive optimizer with step-ahead error feedback, in the first fifth of the steps and later: on
+# two ranks, and on more. docs/decisions.md has the reasons.
+AHEAD_DENSITIES, AHEAD_DENSITIES_OF_MANY = (0.1, 0.02), (0.1, 0.1)
 
 # The lowest beta2 for sparse results. An entry arrives rarely, so its mean of squares must last through the pauses. At
 # the beginning the entries still grow, and a long memory would make updates too large. So this limit applies only after
@@ -188,23 +188,26 @@ class DGCConfig:
         if self.steps is None or not adaptive:
             return self
         takes_classic = self._classic_options() or self.op == "sum" or self.hierarchical
+        # With more entries at the beginning, training does not stay on a plateau: see benchmarks/results/README.md.
+        rampup_step = max(1, 2 * self.steps // 5)  # so the first sparsity holds for a fifth of the steps
         if self.steps_ahead or (steps_ahead and self.error_feedback == "auto" and not takes_classic):
-            return dataclasses.replace(self, error_feedback="step-ahead", sparsity=(1.0 - AHEAD_DENSITY,))
+            sparsity = _sparsities(*AHEAD_DENSITIES)
+            return dataclasses.replace(self, error_feedback="step-ahead", sparsity=sparsity, rampup_step=rampup_step)
         density = min(ADAPTIVE_CEILING, max(ADAPTIVE_FLOOR, 100 / self.steps))
         return dataclasses.replace(
             self,
-            # With more entries at the beginning, training does not stay on a plateau: see benchmarks/results/README.md.
-            sparsity=(1.0 - 3 * density, 1.0 - density),
-            rampup_step=max(1, 2 * self.steps // 5),  # so the first sparsity holds for a fifth of the steps
+            sparsity=_sparsities(3 * density, density),
+            rampup_step=rampup_step,
             momentum_masking=self.momentum_masking is not False,
             values=self.values or ADAPTIVE_VALUES,
         )
 
     def on_ranks(self, ranks: int) -> DGCConfig:
-        """Return the config for a number of ranks: the density that :meth:`suited` chose is larger on many."""
-        if self.steps is None or not self.steps_ahead or self.sparsity != (1.0 - AHEAD_DENSITY,) or ranks <= _FEW:
+        """Return the config for a number of ranks: the density that :meth:`suited` chose is for two."""
+        chosen = _sparsities(*AHEAD_DENSITIES)
+        if self.steps is None or not self.steps_ahead or self.sparsity != chosen or ranks <= 2:
             return self
-        return dataclasses.replace(self, sparsity=(1.0 - AHEAD_DENSITY_OF_MANY,))
+        return dataclasses.replace(self, sparsity=_sparsities(*AHEAD_DENSITIES_OF_MANY))
 
     def least_beta2(self, step: int) -> float:
         """Return the least decay that an adaptive optimizer's second moment may have in a step."""
@@ -274,6 +277,10 @@ class Schedule:
         """Return the first step in which the last sparsity of the list holds."""
         count = len(self.sparsity)
         return self.begin + -(-(count - 1) * self.length // count)
+
+
+def _sparsities(*densities: float) -> tuple[float, ...]:
+    return tuple(1.0 - density for density in densities)
 
 
 def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:

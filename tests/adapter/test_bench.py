@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import types
@@ -65,10 +66,10 @@ def test_it_measures_what_the_training_would_do(steps, optimizer, classic):
 def test_with_step_ahead_more_ranks_send_more():
     training = training_of(arguments(optimizer="adamw"))
     assert training.on_ranks(2) == training
-    assert training.on_ranks(8).densities == pytest.approx([0.1])
+    assert training.on_ranks(8).densities == pytest.approx([0.1, 0.1])
     layout = make_layout([Parameter("0", (1024, 4096), "float32")], training.config)
-    four, eight = (traffic_of(layout, training, ranks) for ranks in (4, 8))
-    assert eight[2, 2] == pytest.approx(2 * 0.1 / 0.035 * four[2, 2], rel=0.01), "of twice the ranks, gathered"
+    two, four = (traffic_of(layout, training, ranks) for ranks in (2, 4))
+    assert four[2, 2] == pytest.approx(2 * 0.1 / 0.02 * two[2, 2], rel=0.01), "of twice the ranks, gathered"
     classic = training_of(arguments())
     assert classic.on_ranks(8) is classic
 
@@ -88,7 +89,7 @@ def test_all_ranks_measure_the_same(elements, classic):
     assert one == other
     assert min(one.costs.dense, one.gathered, one.applied, one.link.a_round, *one.costs.sparse) > 0
     assert one.link.a_byte >= 0
-    assert len(one.costs.sparse) == len(training.phases) == 1 + classic
+    assert len(one.costs.sparse) == len(training.phases) == 2
     assert one.applied < one.gathered  # of the same steps, so this holds on any machine
     assert 0 <= one.costs.half <= one.costs.dense
 
@@ -245,9 +246,8 @@ def test_under_torchrun_on_one_host(network):
     done = subprocess.run([*command, *network], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 ranks on one host over torch.distributed" in done.stdout
-    assert done.stdout.count(" ms\n") + done.stdout.count(" ms a step") == 3
-    assert "DGC, 3.5%" in done.stdout
-    assert "in 10,000 steps" in done.stdout
+    assert done.stdout.count(" ms\n") + done.stdout.count(" ms a step") == 4
+    assert re.search(r"DGC, 10\.0%.* in 2,000 steps\n.*DGC, 2\.0%.* in 8,000 steps", done.stdout)
     assert "  set: " not in done.stdout
     assert ("  on this host alone: " in done.stdout) == (not network)
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith(("measured", "predicted"))]
