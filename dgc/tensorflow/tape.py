@@ -46,6 +46,7 @@ def DistributedGradientTape(
     check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
+        compression.require_classic("a tape")
         compression.use_op(op, gradient_predivide_factor)
         _check_optimizer(compression, process_set)
         user = "a DistributedGradientTape"

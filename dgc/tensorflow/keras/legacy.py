@@ -24,6 +24,8 @@ def wrap_legacy(optimizer: Optimizer, reducer: Reducer, name: str | None) -> Any
     inner = without_loss_scale(optimizer)
     if inner is not optimizer and reducer.passes > 1:
         raise ConfigError("backward_passes_per_step > 1 does not work with legacy Keras' LossScaleOptimizer; use 1")
+    if reducer.compression is not None:
+        reducer.compression.require_classic("legacy Keras' optimizer")
     reducer.adopt(inner)
     if not isinstance(inner, Distributed):
         inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]
