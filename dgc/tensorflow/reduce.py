@@ -198,12 +198,12 @@ class Reducer:
             for i, g in zip(engine.indices(variables), gradients, strict=True)
             if g is not None
         ]
-        decay = rate * tf.cast(tf.convert_to_tensor(optimizer.weight_decay or 0.0), tf.float32)
+        decay = rate * tf.cast(0.0 if optimizer.weight_decay is None else optimizer.weight_decay, tf.float32)
         given = [g for _, g in pairs]
         if is_scaled:
             refused = tf.equal(verdict, REFUSED)
             given, decay = [tf.where(refused, tf.zeros_like(g), g) for g in given], tf.where(refused, 0.0, decay)
-        decaying = {id(raw_variable(v)) for v in variables if optimizer._use_weight_decay(v)}
+        decaying = {id(v) for v in map(raw_variable, variables) if optimizer._use_weight_decay(v)}
         before = [v.read_value() for v in engine.variables]
         places = [(i, id(engine.variables[i]) in decaying) for i, _ in pairs]
         step = _step_ahead_of(compression, places)

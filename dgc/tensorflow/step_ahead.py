@@ -133,6 +133,7 @@ class StepAheadEngine(StepAheadBase, Engine):
             if self._differed:
                 raise
             self._differed = True
+            self.exchange.state.step += 1
             return False
         self._left_at = self.adoption.steps
         self._warn_of_loss()
@@ -197,10 +198,10 @@ class StepAheadEngine(StepAheadBase, Engine):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @override
-    def _extra_state(self) -> dict[str, Any]:
-        # Each rank's optimizer has seen its own gradients.
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, with the optimizer's, which has seen other gradients on each rank."""
         slots = [np.array(raw_variable(v)) for v in optimizer_variables(self.adoption.optimizer)]
-        return {**super()._extra_state(), "names": self.names, "slots": slots}
+        return {**super().state_dict(), "names": self.names, "slots": slots}
 
     @override
     def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
@@ -216,8 +217,10 @@ class StepAheadEngine(StepAheadBase, Engine):
     @override
     def _take_state(self, saved: dict[str, Any]) -> None:
         super()._take_state(saved)
-        for variable, value in zip(optimizer_variables(self.adoption.optimizer), saved.get("slots", ()), strict=False):
-            raw_variable(variable).assign(value)
+        variables, slots = list(map(raw_variable, optimizer_variables(self.adoption.optimizer))), saved.get("slots", ())
+        if [tuple(v.shape) for v in variables] == [np.shape(value) for value in slots]:
+            for variable, value in zip(variables, slots, strict=True):
+                variable.assign(value)
 
     @override
     def _clear(self) -> None:

@@ -134,27 +134,17 @@ def ranks_that_were_never_broadcast_are_an_error():
     m.assert_raises(lambda: m.fit(model, 3), "do not train the same model", "BroadcastGlobalVariablesCallback")
 
 
-class Late(keras.Model):
-    """Keras cannot build it before the first step."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = None
-
-    def call(self, x):
-        if self.inner is None:
-            self.inner = keras.layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(seed=hvd.rank()))
-        return self.inner(x)
-
-
-@case(kind=("sequential", "late"))
-def a_model_that_is_built_in_fit(kind):
-    keras.utils.set_random_seed(1 + hvd.rank())
-    model = keras.Sequential([keras.layers.Dense(32), keras.layers.Dense(3)]) if kind == "sequential" else Late()
-    model = made("adamw", model=model)
+@case(eager=GRAPH, seeds=("same", "own"))
+def a_model_that_is_built_in_fit(eager, seeds):
+    """Keras broadcasts it after its first step, which counts as one of the steps."""
+    keras.utils.set_random_seed(1 + hvd.rank() * (seeds == "own"))
+    model = keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(3)])
+    model = made("adamw", {**AHEAD, "steps": 5}, model, eager)
     m.fit(model, 4, callbacks=[ROOT(0)])
     assert_shared(model)
-    assert_average(model)
+    assert m.replicas_differ(m.values(model))
+    m.fit(model, 1, callbacks=[])
+    m.assert_replicas(m.values(model))
 
 
 @case
@@ -210,11 +200,10 @@ def a_compression_checkpoint_resumes_bit_for_bit(kind, averaged):
         checkpoint.save()
     m.save(model, folder / "model.keras")
     again = keras.models.load_model(folder / "model.keras")
-    for each in (model, again):
-        m.fit(each, 4, first=4, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "dgc")])
-    if not averaged:  # else the optimizers are those of rank 0
-        for a, b in zip(m.values(model), m.values(again), strict=True):
-            np.testing.assert_array_equal(a, b)
+    m.fit(model, 4, first=4)
+    m.fit(again, 4, first=4, callbacks=[ROOT(0), checkpoint])
+    for a, b in zip(m.values(model), m.values(again), strict=True):
+        np.testing.assert_array_equal(a, b)
     assert_shared(again)
     assert_average(again)
 
@@ -254,6 +243,33 @@ def accumulated_passes_equal_dense_training():
             assert compression.stats.steps == 4
             m.assert_replicas(found[0])
     m.assert_close(*found, 1e-5)
+
+
+@case
+def several_steps_in_one_call_change_nothing():
+    found = []
+    for steps in (1, 4):
+        model = made("adamw", eager=False)
+        model.compile(optimizer=model.optimizer, loss=m.loss_function, steps_per_execution=steps)
+        m.fit(model, 8)
+        found.append(m.values(model))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@case
+def weight_decay_is_not_lengthened_with_the_updates():
+    """With a gradient of 0, RMSprop's update is its weight decay alone."""
+    inner, model = keras.optimizers.RMSprop(1e-2, weight_decay=0.5), m.make_model()
+    inner.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**EXACT))
+    variables, generator = model.trainable_variables, np.random.default_rng(hvd.rank())
+    for _ in range(3):
+        optimizer.apply([tf.constant(generator.standard_normal(v.shape), tf.float32) for v in variables], variables)
+    assert all(1.2 < s < 1.5 for s in optimizer.compression.engine.ahead.noise.scales()[::2])  # of the kernels
+    before = m.values(model)
+    optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
+    m.assert_close(m.values(model), [v * (1 - 0.005 * (v.ndim > 1)) for v in before], 1e-6)
 
 
 @case
