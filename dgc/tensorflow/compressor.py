@@ -14,6 +14,7 @@ from dgc.adapter.checks import checked_tensors, require_momentum_source, warn_of
 from dgc.adapter.compressor import CompressionBase
 from dgc.core.checks import as_loss_scale, brief
 from dgc.core.collectives import Transport
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, family, is_adaptive, without_loss_scale
@@ -29,6 +30,16 @@ _LEFT = (
 _INSTEAD_OF_CLIPPING = "leave the clipping out and pass local_grad_clip_norm= to the compressor"
 _INSTEAD_OF_ADDING = "pass backward_passes_per_step= to the wrapper instead, which also sends only the sum"
 _INSTEAD_OF_MOMENTUM = "pass momentum= to the compressor and 0 to the optimizer, if that method may see a velocity"
+
+
+def require_classic(config: DGCConfig, user: str) -> None:
+    """Refuse step-ahead error feedback, because ``user`` exchanges gradients."""
+    if config.steps_ahead:
+        raise ConfigError(
+            f"{user} exchanges gradients, and error_feedback='step-ahead' exchanges what the optimizer has changed: "
+            "give Compression.dgc(error_feedback='step-ahead'), without variables and optimizer, to "
+            "dgc.tensorflow.keras.DistributedOptimizer of Keras 3, or leave error_feedback out"
+        )
 
 
 class DGCCompressor(HorovodCompressor):
@@ -135,19 +146,10 @@ class DGCCompressor(HorovodCompressor):
             variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals, self.names
         )
 
-    def average(self) -> None:
-        """Make the model's variables equal on all ranks, with step-ahead error feedback. Collective."""
+    def average(self, optimizer: Optimizer | None = None) -> None:
+        """Make the variables equal on all ranks, and those of ``optimizer`` if it is given. Collective."""
         if isinstance(self.engine, StepAheadEngine):
-            self.engine.average()
-
-    def require_classic(self, user: str) -> None:
-        """Refuse step-ahead error feedback, because ``user`` exchanges gradients."""
-        if self.config.steps_ahead:
-            raise ConfigError(
-                f"{user} exchanges gradients, and error_feedback='step-ahead' exchanges what the optimizer has "
-                "changed: give Compression.dgc(error_feedback='step-ahead'), without variables and optimizer, to "
-                "dgc.tensorflow.keras.DistributedOptimizer of Keras 3, or leave error_feedback out"
-            )
+            self.engine.average(optimizer)
 
     def _give_back(self) -> None:
         adoption, self.adoption = self.adoption, None
@@ -188,7 +190,7 @@ class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCo
             if compressor.config.late:
                 raise ConfigError("late=True is for PyTorch only; leave it out")
             if given is not None or optimizer is not None:
-                compressor.require_classic("a tape, or Horovod's own class,")
+                require_classic(compressor.config, "a tape, or Horovod's own class,")
             if given is not None:
                 require_momentum_source(optimizer, compressor.config, "variables")
         if given is not None:

@@ -27,7 +27,7 @@ from dgc.core.kernels import choose_kernels
 from dgc.core.message import Disagreement
 from dgc.core.step_ahead import StepAhead
 from dgc.errors import ConfigError, DGCError
-from dgc.tensorflow.adoption import is_keras, optimizer_variables
+from dgc.tensorflow.adoption import is_keras, optimizer_variables, without_loss_scale
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.tensors import ResultPool, as_array, describe, raw_variable
 
@@ -140,14 +140,20 @@ class StepAheadEngine(StepAheadBase, Engine):
         self.ahead.start(values)
         return True
 
-    def average(self) -> None:
-        """Make the variables equal on all ranks. Collective."""
+    def average(self, optimizer: Any = None) -> None:
+        """Make the variables equal on all ranks, and those of ``optimizer`` if it is given. Collective."""
         self.require_open("average()")
         self.require_between_steps("average()", whole=True)
         if self.ahead.shared:
             values = built_together(self.transport, self._values)
             self.ahead.average(values)
             self._write(values)
+        for variable in map(raw_variable, optimizer_variables(without_loss_scale(optimizer))):
+            if variable.dtype.is_floating:
+                mean = np.array(as_array(variable), np.float32)
+                self.between.allreduce(mean, "sum")
+                mean /= np.float32(self.between.size)
+                variable.assign(tf.cast(mean.reshape(variable.shape), variable.dtype))
 
     @override
     def exchange_nothing(self, flags: int) -> None:

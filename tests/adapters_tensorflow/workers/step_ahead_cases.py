@@ -176,7 +176,8 @@ def a_load_between_two_fits_begins_anew():
 def a_saved_model_trains_on():
     model = made("adamw")
     m.fit(model, 4)
-    model.optimizer.compression.average()
+    model.optimizer.compression.average(model.optimizer)
+    m.assert_replicas([np.asarray(v) for v in m.raw(model.optimizer.variables)])
     folder = m.shared_folder()
     m.save(model, folder / "model.keras")
     again = keras.models.load_model(folder / "model.keras")
@@ -266,7 +267,7 @@ def weight_decay_is_not_lengthened_with_the_updates():
     variables, generator = model.trainable_variables, np.random.default_rng(hvd.rank())
     for _ in range(3):
         optimizer.apply([tf.constant(generator.standard_normal(v.shape), tf.float32) for v in variables], variables)
-    assert all(1.2 < s < 1.5 for s in optimizer.compression.engine.ahead.noise.scales()[::2])  # of the kernels
+    assert max(optimizer.compression.engine.ahead.noise.scales()) > 1.1
     before = m.values(model)
     optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
     m.assert_close(m.values(model), [v * (1 - 0.005 * (v.ndim > 1)) for v in before], 1e-6)
