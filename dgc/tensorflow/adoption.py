@@ -328,7 +328,7 @@ class Adoption:
         self.active = is_keras(optimizer, "SGD") and config.momentum is None
         self.left_for: str | None = None
         self._config = config
-        if leaves_zeros(config):
+        if leaves_zeros(config) and not config.steps_ahead:
             _look_at_update(optimizer, config.algorithm)
         own = own_update(optimizer)
         found = before_momentum(optimizer) or own

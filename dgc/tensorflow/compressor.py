@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,11 +14,13 @@ from dgc.adapter.checks import checked_tensors, require_momentum_source, warn_of
 from dgc.adapter.compressor import CompressionBase
 from dgc.core.checks import as_loss_scale, brief
 from dgc.core.collectives import Transport
+from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import KERAS3, Adoption, Optimizer, family, is_adaptive, without_loss_scale
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import HOROVOD, HorovodCompressor, ProcessSet, is_alone
+from dgc.tensorflow.step_ahead import StepAheadEngine
 from dgc.tensorflow.tensors import Variable, raw_variable, unique_names
 
 _LEFT = (
@@ -27,6 +30,16 @@ _LEFT = (
 _INSTEAD_OF_CLIPPING = "leave the clipping out and pass local_grad_clip_norm= to the compressor"
 _INSTEAD_OF_ADDING = "pass backward_passes_per_step= to the wrapper instead, which also sends only the sum"
 _INSTEAD_OF_MOMENTUM = "pass momentum= to the compressor and 0 to the optimizer, if that method may see a velocity"
+
+
+def require_classic(config: DGCConfig, user: str) -> None:
+    """Refuse step-ahead error feedback, because ``user`` exchanges gradients."""
+    if config.steps_ahead:
+        raise ConfigError(
+            f"{user} exchanges gradients, and error_feedback='step-ahead' exchanges what the optimizer has changed: "
+            "give Compression.dgc(error_feedback='step-ahead'), without variables and optimizer, to "
+            "dgc.tensorflow.keras.DistributedOptimizer of Keras 3, or leave error_feedback out"
+        )
 
 
 class DGCCompressor(HorovodCompressor):
@@ -74,7 +87,8 @@ class DGCCompressor(HorovodCompressor):
         self.optimizer = optimizer = self.optimizer if optimizer is None else optimizer
         self.config = self.config.suited(is_adaptive(without_loss_scale(optimizer)))
         if is_alone(self.process_set(process_set)) is False:
-            self.adoption = Adoption(optimizer, self.config)
+            own = dataclasses.replace(self.config, momentum=0.0) if self.config.steps_ahead else self.config
+            self.adoption = Adoption(optimizer, own)
             left = self.adoption.left_for
             if left and self.process_set(process_set).rank() == 0:
                 advice = _INSTEAD_OF_CLIPPING if "clip" in left.partition("=")[0] else _INSTEAD_OF_ADDING
@@ -126,9 +140,16 @@ class DGCCompressor(HorovodCompressor):
             tell_error(transport, error)
             raise
         assert self.adoption is not None
-        return Engine(
+        self.config = self.config.on_ranks(transport.size)
+        kind = StepAheadEngine if self.config.steps_ahead else Engine
+        return kind(
             variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals, self.names
         )
+
+    def average(self, optimizer: Optimizer | None = None) -> None:
+        """Make the variables equal on all ranks, and those of ``optimizer`` if it is given. Collective."""
+        if isinstance(self.engine, StepAheadEngine):
+            self.engine.average(optimizer)
 
     def _give_back(self) -> None:
         adoption, self.adoption = self.adoption, None
@@ -160,14 +181,16 @@ class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCo
     ) -> DGCCompressor:
         given = None
         with self._errors_on_all_ranks(parameters, options):
-            if options.get("error_feedback") == "step-ahead":
-                raise ConfigError("error_feedback='step-ahead' is for PyTorch only; leave it out")
             if parameters is not None:
                 advice = "model.trainable_variables of a built model"
                 given = checked_tensors(parameters, algorithm, "variables", advice)
             if optimizer is not None and family(optimizer) is None:
                 raise ConfigError(f"optimizer is {brief(optimizer)}; give a Keras optimizer")
             compressor = DGCCompressor(options, algorithm)
+            if compressor.config.late:
+                raise ConfigError("late=True is for PyTorch only; leave it out")
+            if given is not None or optimizer is not None:
+                require_classic(compressor.config, "a tape, or Horovod's own class,")
             if given is not None:
                 require_momentum_source(optimizer, compressor.config, "variables")
         if given is not None:

@@ -292,6 +292,15 @@ class Engine(EngineBase):
             exchange.state.assign(before)
         return results, REFUSED if refused else APPLY
 
+    def exchange_nothing(self, flags: int) -> None:
+        """Take part in one step of the other ranks, without data."""
+        values = []
+        if any(self.adoption.hyper.weight_decay):
+            values = [np.asarray(self.adoption.decayed(i, self.variables[i])) for i in self.members]
+        parameters = self.exchange.layout.parameters
+        zeros = [np.zeros(p.shape, np.float64 if p.dtype == "float64" else np.float32) for p in parameters]
+        self.run(self.members, zeros, None, values, follows=True, joins=flags)
+
     def _submit(
         self,
         places: Sequence[int],

@@ -46,11 +46,11 @@ def join(compression: DGCCompressor) -> int:
     engine = compression.engine
     if engine is None:
         return 0
-    if compression.serves_horovod or _obstacle(engine):
+    if compression.serves_horovod or compression.config.steps_ahead or _obstacle(engine):
         engine.fail(
             ConfigError(
-                "join() needs dgc's own tape or optimizer, without LossScaleOptimizer and hierarchical=True; else give "
-                "every rank the same number of batches"
+                "join() needs dgc's own tape or optimizer, without LossScaleOptimizer, hierarchical=True and "
+                "error_feedback='step-ahead'; else give every rank the same number of batches"
             )
         )
     last = _follow_until_all_joined(engine)
@@ -66,7 +66,7 @@ def end_together(engine: Engine) -> None:
         return
     exchange, stats = engine.exchange, copy.deepcopy(engine.stats)
     try:
-        _step_without_data(engine, Flags.JOINED | Flags.ENDED)
+        engine.exchange_nothing(Flags.JOINED | Flags.ENDED)
     finally:
         exchange.joined = {}
     exchange.stats = stats
@@ -77,7 +77,7 @@ def _follow_until_all_joined(engine: Engine) -> int:
     exchange, ranks, before = engine.exchange, engine.transport.size, set(engine.exchange.joined)
     try:
         while True:
-            _step_without_data(engine, Flags.JOINED)
+            engine.exchange_nothing(Flags.JOINED)
             joined = set(exchange.joined)
             if len(joined) == ranks:
                 break
@@ -85,15 +85,6 @@ def _follow_until_all_joined(engine: Engine) -> int:
     finally:
         exchange.joined = {}
     return max(set(range(ranks)) - before)
-
-
-def _step_without_data(engine: Engine, flags: int) -> None:
-    values = []
-    if any(engine.adoption.hyper.weight_decay):
-        values = [np.asarray(engine.adoption.decayed(i, engine.variables[i])) for i in engine.members]
-    parameters = engine.exchange.layout.parameters
-    zeros = [np.zeros(p.shape, np.float64 if p.dtype == "float64" else np.float32) for p in parameters]
-    engine.run(engine.members, zeros, None, values, follows=True, joins=flags)
 
 
 def _obstacle(engine: Engine) -> bool:

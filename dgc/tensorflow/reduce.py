@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ from dgc.tensorflow.adoption import Adoption, Optimizer, without_loss_scale
 from dgc.tensorflow.compressor import DGCCompressor
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, gather_slices, import_horovod, is_alone
+from dgc.tensorflow.step_ahead import StepAheadEngine
 from dgc.tensorflow.tensors import (
     ACCUMULATED,
     APPLY,
@@ -155,9 +156,72 @@ class Reducer:
         self.compression.bind(variables, optimizer, self.process_set)
         engine = self.engine
         _refuse_results(gradients, engine)
-        if engine is not None:
+        if engine is not None and not isinstance(engine, StepAheadEngine):
             return self._compressed(engine, gradients, variables)
         return (gradients, verdict_of(gradients)) if self.passes == 1 else self._added(gradients)
+
+    @tf.autograph.experimental.do_not_convert
+    def follow_update(
+        self,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Variable],
+        optimizer: Optimizer,
+        verdict: tf.Tensor,
+        *,
+        is_scaled: bool = False,
+    ) -> Callable[[], None]:
+        """With step-ahead error feedback, read the variables before the optimizer's update.
+
+        Args:
+            gradients: the results of :meth:`reduce`, which the optimizer will apply.
+            variables: as in :meth:`reduce`.
+            optimizer: the optimizer.
+            verdict: the verdict of :meth:`reduce`.
+            is_scaled: whether a rank whose gradients overflow makes no update. Then it has fewer steps than others.
+
+        Returns:
+            A function that exchanges the update after it, now or in the graph being built.
+        """
+        engine, compression = self.engine, self.compression
+        if compression is None or not isinstance(engine, StepAheadEngine):
+            return lambda: None
+        if any(getattr(v, "constraint", None) is not None for v in variables):
+            engine.fail(
+                ConfigError(
+                    "a variable has a constraint, which would hold before the exchange of updates and not after it: "
+                    "leave out error_feedback='step-ahead'"
+                )
+            )
+        rate = tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float32)
+        pairs = [
+            (i, tf.convert_to_tensor(g))
+            for i, g in zip(engine.indices(variables), gradients, strict=True)
+            if g is not None
+        ]
+        decay = rate * tf.cast(0.0 if optimizer.weight_decay is None else optimizer.weight_decay, tf.float32)
+        given = [g for _, g in pairs]
+        if is_scaled:
+            refused = tf.equal(verdict, REFUSED)
+            given, decay = [tf.where(refused, tf.zeros_like(g), g) for g in given], tf.where(refused, 0.0, decay)
+        decaying = {id(v) for v in map(raw_variable, variables) if optimizer._use_weight_decay(v)}
+        before = [v.read_value() for v in engine.variables]
+        places = [(i, id(engine.variables[i]) in decaying) for i, _ in pairs]
+        step = _step_ahead_of(compression, places)
+
+        def exchange() -> int:
+            now = [v.read_value() for v in engine.variables]
+            values, _ = cross(step, now, None if is_scaled else rate, [decay, *given, *before])
+            for variable, value in zip(engine.variables, values, strict=True):
+                variable.assign(value)
+            return 0
+
+        def follow() -> None:
+            if self.passes == 1:
+                exchange()
+            else:
+                tf.cond(tf.equal(verdict, ACCUMULATED), lambda: 0, exchange)
+
+        return follow
 
     @property
     def engine(self) -> Engine | None:
@@ -365,6 +429,26 @@ def _built_step_of(compression: DGCCompressor | None, sums: Sums, indices: Seque
         if alive is None or alive.engine is None or indices is None:
             return arrays, APPLY if all(np.isfinite(a).all() for a in arrays) else REFUSED
         return alive.engine.step(indices, arrays, rate, values)
+
+    return step
+
+
+def _step_ahead_of(compression: DGCCompressor, places: Sequence[tuple[int, bool]]) -> Step:
+    """Return the function that exchanges an update. It must not hold the compressor; see :func:`_built_step_of`.
+
+    ``places`` holds the variables that have a gradient, and whether they decay.
+    """
+    reference = weakref.ref(compression)
+
+    def step(after: list[np.ndarray], rate: float | None, rest: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+        engine = still_there(reference).engine
+        assert isinstance(engine, StepAheadEngine)
+        decay, before = float(rest[0]), rest[1 + len(places) :]
+        gradients: list[np.ndarray | None] = [None] * len(after)
+        decays = [0.0] * len(after)
+        for (index, decays_too), gradient in zip(places, rest[1:], strict=False):
+            gradients[index], decays[index] = gradient, decay * decays_too
+        return engine.exchange_updates(before, after, gradients, decays, () if rate is None else (rate,)), APPLY
 
     return step
 

@@ -12,7 +12,7 @@ from dgc.adapter.checks import refuse_grouping
 from dgc.adapter.compressor import check_compression, horovods
 from dgc.adapter.options import Compressing
 from dgc.errors import ConfigError
-from dgc.tensorflow.compressor import DGCCompressor
+from dgc.tensorflow.compressor import DGCCompressor, require_classic
 from dgc.tensorflow.horovod import HOROVOD, ProcessSet, ReduceOp, import_horovod, is_alone
 from dgc.tensorflow.reduce import Reducer
 from dgc.tensorflow.tensors import Variable, raw_variable
@@ -46,6 +46,7 @@ def DistributedGradientTape(
     check_compression(compression, DGCCompressor, "dgc.tensorflow", **texts)
     if isinstance(compression, DGCCompressor):
         refuse_grouping(num_groups, groups)
+        require_classic(compression.config, "a tape")
         compression.use_op(op, gradient_predivide_factor)
         _check_optimizer(compression, process_set)
         user = "a DistributedGradientTape"

@@ -7,34 +7,28 @@ The optimizer steps on the gradient of its own rank, as in a script of one proce
 from __future__ import annotations
 
 import collections
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from dgc.adapter.agreement import agree_or_raise, built_together, require_agreement, require_replicas
-from dgc.adapter.checks import warn_once
-from dgc.adapter.engine import EngineBase
+from dgc.adapter.step_ahead import EQUAL, StepAheadBase
 from dgc.adapter.warm_up import compiled
 from dgc.core.collectives import Transport, gather_values
 from dgc.core.config import DGCConfig
-from dgc.core.exchange.stages import as_dgc_error
 from dgc.core.layout import Layout
 from dgc.core.message import Disagreement, Flags
-from dgc.core.saved import EMPTY, is_empty, require_sound
 from dgc.core.step_ahead import StepAhead
-from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
+from dgc.errors import ConfigError, LayoutError, TransportError
 from dgc.torch.front_end import learning_rates_of
 from dgc.torch.horovod import broadcasting
 from dgc.torch.joined_options import constant_options
 from dgc.torch.step_hooks import follow_steps
 from dgc.torch.tensors import Result, describe, local, samples, sum_of_bits, tensors_for
-
-_MANY = 10  # edits in a row that are worth a warning
 
 # Optimizers whose weight decay is a part of the gradient, unless an option of theirs says otherwise. The decay of most
 # others (AdamW, Muon, Adafactor, Lion) shortens the parameters.
@@ -43,14 +37,12 @@ _COUPLED = tuple(
     for name in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "SGD", "ASGD", "Rprop")
 )
 
-_EQUAL = "Give every rank the same options, or load the optimizer's state on all ranks."
-
 Named = Sequence[tuple[str, torch.Tensor]]
 
 _engines: weakref.WeakSet[StepAheadEngine] = weakref.WeakSet()
 
 
-class StepAheadEngine(EngineBase):
+class StepAheadEngine(StepAheadBase):
     """The parameters of one model, their shared values, and the exchange of updates. Construction is collective.
 
     Attributes:
@@ -69,7 +61,6 @@ class StepAheadEngine(EngineBase):
         self._outgoing: list[Result] = []  # with the option late, the memory of updates that are being exchanged
         self._stepping = self._edited = self._is_scaled = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # values before a step that is not the script's
-        self._edits = 0  # steps in a row before which some rank's parameters were edited
 
         def build() -> Layout:
             pairs = named()
@@ -213,7 +204,7 @@ class StepAheadEngine(EngineBase):
             optimizer = self._optimizer()
             return {} if optimizer is None else constant_options(optimizer)
 
-        agree_or_raise(self.transport, start, "the optimizer's options", advice=_EQUAL)
+        agree_or_raise(self.transport, start, "the optimizer's options", advice=EQUAL)
         require_replicas(
             self.transport,
             {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
@@ -242,7 +233,7 @@ class StepAheadEngine(EngineBase):
             )  # fmt: skip
         except Disagreement:  # on all ranks
             shown: dict[str, object] = {f"lr of group {i}": float(f"{rate:.5e}") for i, rate in enumerate(rates)}
-            require_agreement(self.transport, shown, "the optimizer's options", advice=_EQUAL)
+            require_agreement(self.transport, shown, "the optimizer's options", advice=EQUAL)
             raise
         finally:
             self._tensors.release()
@@ -251,24 +242,6 @@ class StepAheadEngine(EngineBase):
         self._warn_of_edits()
         if self.exchange.state.step + self.exchange.in_step == self._config.steps:  # the training ends
             self.average()
-
-    def _warn_of_edits(self) -> None:
-        """Warn on rank 0 if only some ranks have edited their parameters, or if edits come in every step."""
-        ranks = self.exchange.edited
-        self._edits = self._edits + 1 if ranks else 0
-        if self.transport.rank or not ranks:
-            return
-        if len(ranks) < self.between.size:
-            warn_once(
-                f"the parameters of {', '.join(map(self.between.label, sorted(ranks)))} were changed outside of the "
-                "optimizer's step(), and those of other ranks were not: all ranks go on from the mean of their "
-                "parameters. If one rank has loaded a checkpoint, load it on all ranks"
-            )
-        if self._edits == _MANY:
-            warn_once(
-                f"parameters were changed outside of the optimizer's step() before each of {_MANY} steps: each time, "
-                "all that is left is sent uncompressed. error_feedback='classic' does not need that"
-            )
 
     def _convert(self, array: Any) -> torch.Tensor:
         """Return a tensor that shares an array's memory; with GPU kernels, a copy of a host array on the GPU."""
@@ -317,19 +290,6 @@ class StepAheadEngine(EngineBase):
         self._write(places)
 
     @override
-    def fail(self, error: DGCError) -> NoReturn:
-        self.ahead.settle()  # with the option late, the other ranks do so before they begin this step
-        self.exchange.fail(error)
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Return a context in which an error also reaches the other ranks, which are in the same step."""
-        try:
-            yield
-        except Exception as error:
-            self.fail(as_dgc_error(error))
-
-    @override
     def close(self, keep_transport: bool = False) -> None:
         super().close(keep_transport)
         if self._unscales:
@@ -373,60 +333,12 @@ class StepAheadEngine(EngineBase):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; after :meth:`average` it is small, and any rank may load it."""
         self._settle()
-        if not self.ahead.is_averaged:
-            return super().state_dict()
-        step = self.exchange.state.step
-        return {**EMPTY, "step": step, "parameters": {}, **self.between.rank_info(), "op": "average", **self._noise()}
+        return super().state_dict()
 
     @override
-    def _extra_state(self) -> dict[str, Any]:
-        shared = {n: theta.cpu().numpy() for n, theta in zip(self.names, self.ahead.shared, strict=True)}
-        return {"shared": shared, **self._noise()}
-
-    def _noise(self) -> dict[str, Any]:
-        return {} if self.ahead.noise is None else {"noise": self.ahead.noise.to_list()}
-
-    @override
-    def own_part(self, states: list[Any], resize: bool, begin: int) -> dict[str, Any]:
-        return states[0] if _is_averaged(states[0]) else super().own_part(states, resize, begin)
-
-    @override
-    def require_loadable(self, saved: dict[str, Any]) -> None:
-        if _is_averaged(saved):
-            require_sound(saved)
-            return
-        super().require_loadable(saved)
-        if is_empty(saved):
-            return
-        if "shared" not in saved:
-            raise LayoutError(
-                'the saved compressor state is one of error_feedback="classic"; give the compressor this option, or '
-                "load only the model and the optimizer"
-            )
-        shared = saved["shared"]
-        for name, p in zip(self.names, self.parameters, strict=True):
-            values = np.asarray(shared.get(name, ()))
-            if values.size != local(p).numel() or not np.isfinite(values).all():
-                raise LayoutError(
-                    f"the saved shared values of {name!r} do not fit, or are not finite: the file is damaged"
-                )
-        noise = np.asarray(saved.get("noise", [[0.0] * len(self.names)] * 2))
-        if noise.shape != (2, len(self.names)) or not np.isfinite(noise).all():
-            raise LayoutError("the saved noise scale does not fit, or is not finite: the file is damaged")
-
-    @override
-    def _take_state(self, saved: dict[str, Any]) -> None:
-        if _is_averaged(saved):
-            self.exchange.reset()
-            self.exchange.state.step = saved["step"]
-            self.ahead.shared, self.ahead.is_averaged = [], True
-        else:
-            self.exchange.load_state_dict(saved)
-            self.ahead.shared = [torch.as_tensor(saved["shared"][n]).to(self._device) for n in self.names]
-            self.ahead.is_averaged = False
-            self._write_shared()
-        if self.ahead.noise is not None and "noise" in saved:
-            self.ahead.noise.load(saved["noise"])
+    def _to_host(self, values: torch.Tensor) -> np.ndarray:
+        array: np.ndarray = values.cpu().numpy()
+        return array
 
     @override
     def _clear(self) -> None:
@@ -435,10 +347,6 @@ class StepAheadEngine(EngineBase):
             places, values = self._values()
             self.ahead.restart(values)  # the next step compares the ranks' parameters again
             self._write(places)
-
-
-def _is_averaged(saved: dict[str, Any]) -> bool:
-    return bool(saved) and not is_empty(saved) and not saved.get("parameters")
 
 
 def _decays(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[float]:

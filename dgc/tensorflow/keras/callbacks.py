@@ -119,9 +119,10 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         if build is not None and not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
             build(self.model.trainable_variables)
         # A variable may be in the model's list and in the optimizer's; it must not be sent twice.
-        of_model = _by_identity(self.model.variables)
+        of_model, reducer = _by_identity(self.model.variables), reducer_of(optimizer) or Reducer()
+        if reducer.compression is not None and not was_loaded:
+            reducer.compression.average()  # so that no rank loses what it has not sent
         broadcast_in_order(list(of_model.values()), self._root_rank, None)
-        reducer = reducer_of(optimizer) or Reducer()
         members = reducer.members
         if members is None or members.included():
             # Outside the process set an optimizer keeps its momentum, and so has other variables.

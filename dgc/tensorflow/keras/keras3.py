@@ -122,6 +122,13 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
         self.inner_optimizer.momentum = value
 
     def _hold(self, reducer: Reducer) -> None:
+        compression = reducer.compression
+        ahead = compression is not None and compression.config.steps_ahead
+        if ahead and self.inner_optimizer.gradient_accumulation_steps:
+            raise ConfigError(
+                "with error_feedback='step-ahead' pass backward_passes_per_step= to DistributedOptimizer instead of "
+                "gradient_accumulation_steps= to the optimizer: so only whole steps are exchanged"
+            )
         if reducer.passes > 1 and self.inner_optimizer.gradient_accumulation_steps:
             raise ConfigError(
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
@@ -233,6 +240,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
         variables, inner = self._begin(trainable_variables), self.inner_optimizer
         scale = inner.loss_scale_factor
         reduced, verdict = self._dgc_reducer.reduce(grads, variables, inner, scale)
+        exchange = self._dgc_reducer.follow_update(reduced, variables, inner, verdict)
         if scale is not None:
             reduced = scaled(reduced, scale)
         if self._dgc_reducer.passes == 1:
@@ -243,6 +251,7 @@ class DistributedOptimizer(_Distributed, keras.optimizers.Optimizer):
                 self._count_pass,
                 lambda: (inner.apply(reduced, variables), 0)[1],
             )
+        exchange()
         self._iterations.assign_add(1)
 
     @property
@@ -322,6 +331,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         """Unscale and exchange ``grads``. Update the variables unless a rank met a non-finite value."""
         variables, scale = self._begin(trainable_variables), tf.convert_to_tensor(self.dynamic_scale)
         reduced, verdict = self._dgc_reducer.reduce(grads, variables, self.inner_optimizer, scale)
+        exchange = self._dgc_reducer.follow_update(reduced, variables, self.inner_optimizer, verdict, is_scaled=True)
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)
@@ -337,6 +347,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
 
         branches = {ACCUMULATED: self._count_pass, APPLY: finite, REFUSED: overflow}
         tf.switch_case(verdict, branches)
+        exchange()
 
     def get_config(self) -> dict[str, Any]:
         """Return the values from which :meth:`from_config` builds the optimizer again."""

@@ -15,6 +15,7 @@ import tf_keras
 
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Optimizer, without_loss_scale
+from dgc.tensorflow.compressor import require_classic
 from dgc.tensorflow.reduce import Gradient, HasReducer, Reducer
 from dgc.tensorflow.tensors import ACCUMULATED, Variable
 
@@ -24,6 +25,8 @@ def wrap_legacy(optimizer: Optimizer, reducer: Reducer, name: str | None) -> Any
     inner = without_loss_scale(optimizer)
     if inner is not optimizer and reducer.passes > 1:
         raise ConfigError("backward_passes_per_step > 1 does not work with legacy Keras' LossScaleOptimizer; use 1")
+    if reducer.compression is not None:
+        require_classic(reducer.compression.config, "legacy Keras' optimizer")
     reducer.adopt(inner)
     if not isinstance(inner, Distributed):
         inner.__class__ = _distributed_class(type(inner))  # type: ignore[arg-type]

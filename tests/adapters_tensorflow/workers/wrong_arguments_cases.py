@@ -266,3 +266,17 @@ def optimizers_of_the_module_legacy():
         m.assert_raises(lambda: dgc.Compression.dgc(optimizer=optimizer), advice)  # noqa: B023
     compression = dgc.Compression.dgc(model.trainable_variables, momentum=0.9)
     m.assert_raises(lambda: hvdk.DistributedOptimizer(sgd(0.1), compression=compression), advice)
+
+
+@case("keras3", "legacy")
+def what_exchanges_gradients_refuses_step_ahead():
+    told = "keras.DistributedOptimizer of Keras 3"
+    model, inner = m.make_model(), keras.optimizers.SGD(0.1)
+    compression = dgc.Compression.dgc(error_feedback="step-ahead")
+    for action in (
+        lambda: dgc.Compression.dgc(m.raw(model.trainable_variables), optimizer=inner, error_feedback="step-ahead"),
+        lambda: dgc.Compression.dgc(optimizer=inner, error_feedback="step-ahead"),
+        lambda: dgc.DistributedGradientTape(tf.GradientTape(), compression=compression),
+        *([lambda: dgck.DistributedOptimizer(inner, compression=compression)] if m.LEGACY else []),
+    ):
+        m.assert_raises(action, told, kinds=(dgc.errors.ConfigError,))

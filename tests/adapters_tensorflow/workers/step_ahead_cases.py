@@ -1,0 +1,381 @@
+"""Step-ahead error feedback in Keras 3, on real ranks: the optimizer steps on its rank's gradient, updates travel."""
+
+import itertools
+
+import horovod.tensorflow as hvd
+import models as m
+import numpy as np
+import tensorflow as tf
+from worker_tools import case
+
+import dgc.tensorflow as dgc
+import dgc.tensorflow.keras as dgck
+
+keras = m.keras
+ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
+AHEAD = {"error_feedback": "step-ahead", "min_numel": 64}
+EXACT = {**AHEAD, "sparsity": 0.0, "values": "float32", "small": "float32"}
+SPARSE = {**AHEAD, "sparsity": 0.95}
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adamw": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(1e-3),
+    "nadam": lambda: keras.optimizers.Nadam(1e-3),
+    "ftrl": lambda: keras.optimizers.Ftrl(1e-2),
+}
+GRAPH = {"graph": False, "eager": True}
+
+
+def made(kind="sgd", options=None, model=None, eager=True, **arguments):
+    compression = dgc.Compression.dgc(**(SPARSE if options is None else options))
+    optimizer = dgck.DistributedOptimizer(OPTIMIZERS[kind](), compression=compression, **arguments)
+    model = model or m.make_model()
+    model.compile(optimizer=optimizer, loss=m.loss_function, run_eagerly=eager)
+    return model
+
+
+def shared(model):
+    return model.optimizer.compression.engine.ahead.shared
+
+
+def assert_shared(model):
+    """The shared values are the same on all ranks, and each rank's variables are theta + a."""
+    ahead = model.optimizer.compression.engine.ahead
+    m.assert_replicas(ahead.shared)
+    assert not any(ahead.is_edited(i, v.reshape(-1)) for i, v in enumerate(m.values(model)))
+
+
+def assert_average(model):
+    model.optimizer.compression.average()
+    m.assert_replicas(m.values(model))
+    assert_shared(model)
+
+
+@case(eager=GRAPH)
+def an_exact_exchange_equals_dense_training(eager):
+    found = made("sgd", EXACT, eager=eager)
+    m.fit(found, 12, callbacks=[ROOT(0)])
+    dense = m.fitted(OPTIMIZERS["sgd"](), steps=12)
+    m.assert_close(m.values(found), m.values(dense), 1e-5)
+    m.assert_replicas(m.values(found))
+
+
+@case(kind=OPTIMIZERS, eager=GRAPH)
+def shared_values_are_the_same_on_all_ranks_with_every_optimizer(kind, eager):
+    model = made(kind, eager=eager)
+    m.fit(model, 8, callbacks=[ROOT(0)])
+    assert_shared(model)
+    assert m.replicas_differ(m.values(model))
+    assert model.optimizer.compression.stats.last.ratio > 2
+    assert_average(model)
+    m.fit(model, 4, callbacks=[ROOT(0)])
+    assert_shared(model)
+
+
+@case
+def the_last_of_the_steps_averages():
+    model = made("adamw", {"error_feedback": "step-ahead", "steps": 6}, m.make_model(width=200))
+    m.fit(model, 5)
+    assert m.replicas_differ(m.values(model))
+    m.fit(model, 1)
+    m.assert_replicas(m.values(model))
+    assert model.optimizer.compression.describe()["error_feedback"] == "step-ahead"
+    with m.warned("steps") as texts:
+        m.fit(model, 1)
+    assert bool(texts) == (hvd.rank() == 0)
+
+
+@case
+def the_default_stays_classic():
+    model = made("adamw", {"steps": 6})
+    m.fit(model, 2)
+    assert not model.optimizer.compression.config.steps_ahead
+    model.optimizer.compression.average()
+
+
+@case(ranks=("all", "one"))
+def changed_weights_are_taken_over(ranks):
+    """As in PyTorch: all ranks go on from the mean."""
+    model = made()
+    m.fit(model, 3)
+    other = m.values(m.make_model(seed=5))
+    before = m.values(model)
+    mean = [np.asarray(hvd.allreduce(tf.constant(v), name="mean")) for v in before]
+    if ranks == "all" or hvd.rank() == 1:
+        model.set_weights(other)
+    wanted = other if ranks == "all" else None
+    if wanted is None:
+        first = hvd.broadcast_object(before, 0, name="first")
+        wanted = [(a + b) / 2 for a, b in zip(first, other, strict=True)] if hvd.size() == 2 else mean
+    model.optimizer.learning_rate = 1e-9  # so the step itself moves next to nothing
+    model.optimizer.inner_optimizer.momentum = 0.0
+    with m.warned("changed outside") as texts:
+        m.fit(model, 1, first=3)
+    assert bool(texts) == (ranks == "one" and hvd.rank() == 0), texts
+    m.assert_close(m.values(model), wanted, 1e-4)
+    m.assert_replicas(m.values(model))
+    assert_shared(model)
+
+
+@case(eager=GRAPH)
+def a_gradient_that_is_not_finite_on_one_rank_is_an_error_on_all(eager):
+    model = made(eager=eager)
+    m.fit(model, 2)
+    x, y = m.batch(2)
+    if hvd.rank() == 1:
+        x[0, 0] = np.nan
+    m.assert_raises(lambda: model.fit(x, y, batch_size=8, verbose=0), "no rank has taken it", "rank 1")
+    m.assert_replicas(shared(model))
+
+
+@case
+def ranks_that_were_never_broadcast_are_an_error():
+    model = made(model=m.make_model(1 + hvd.rank()))
+    m.assert_raises(lambda: m.fit(model, 3), "do not train the same model", "BroadcastGlobalVariablesCallback")
+
+
+@case(eager=GRAPH, seeds=("same", "own"))
+def a_model_that_is_built_in_fit(eager, seeds):
+    """Keras broadcasts it after its first step, which counts as one of the steps."""
+    keras.utils.set_random_seed(1 + hvd.rank() * (seeds == "own"))
+    model = keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(3)])
+    model = made("adamw", {**AHEAD, "steps": 5}, model, eager)
+    m.fit(model, 4, callbacks=[ROOT(0)])
+    assert_shared(model)
+    assert m.replicas_differ(m.values(model))
+    m.fit(model, 1, callbacks=[])
+    m.assert_replicas(m.values(model))
+
+
+@case
+def a_second_fit_with_a_new_callback_loses_nothing():
+    model = made()
+    m.fit(model, 4, callbacks=[ROOT(0)])
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            seen.extend(m.values(self.model))
+
+    wanted = [np.asarray(hvd.allreduce(tf.constant(v), name="mean")) for v in m.values(model)]
+    m.fit(model, 4, callbacks=[ROOT(0), Watch()])
+    m.assert_close(seen, wanted, 1e-5)
+    assert_average(model)
+
+
+@case
+def a_load_between_two_fits_begins_anew():
+    model, callback = made(), ROOT(0)
+    m.fit(model, 4, callbacks=[callback])
+    model.set_weights(m.values(m.make_model(seed=5)))
+    m.fit(model, 4, callbacks=[callback])
+    assert_average(model)
+
+
+@case
+def a_saved_model_trains_on():
+    model = made("adamw")
+    m.fit(model, 4)
+    model.optimizer.compression.average(model.optimizer)
+    m.assert_replicas([np.asarray(v) for v in m.raw(model.optimizer.variables)])
+    folder = m.shared_folder()
+    m.save(model, folder / "model.keras")
+    again = keras.models.load_model(folder / "model.keras")
+    assert again.optimizer.compression.config.steps_ahead
+    m.assert_replicas(m.values(again))
+    with m.warned("is lost") as texts:
+        m.fit(again, 4, first=4, callbacks=[ROOT(0)])
+    assert not texts
+    assert_shared(again)
+    assert_average(again)
+
+
+@case(kind=("sgd", "adamw"), averaged=(False, True))
+def a_compression_checkpoint_resumes_bit_for_bit(kind, averaged):
+    folder = m.shared_folder()
+    checkpoint = dgck.callbacks.CompressionCheckpoint(folder / "dgc")
+    model = made(kind)
+    m.fit(model, 4, callbacks=[ROOT(0), checkpoint])
+    if averaged:
+        model.optimizer.compression.average()
+        checkpoint.save()
+    m.save(model, folder / "model.keras")
+    again = keras.models.load_model(folder / "model.keras")
+    m.fit(model, 4, first=4)
+    m.fit(again, 4, first=4, callbacks=[ROOT(0), checkpoint])
+    for a, b in zip(m.values(model), m.values(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_shared(again)
+    assert_average(again)
+
+
+@case
+def a_state_of_classic_error_feedback_is_refused():
+    classic, model = made(options={"sparsity": 0.95, "min_numel": 64}), made()
+    for each in (classic, model):
+        m.fit(each, 2)
+    state = classic.optimizer.compression.state_dict()
+    m.assert_raises(lambda: model.optimizer.compression.load_state_dict(state))
+
+
+@case
+def a_reset_begins_again_with_equal_ranks():
+    model = made("adamw")
+    m.fit(model, 4)
+    model.optimizer.compression.reset()
+    m.assert_replicas(m.values(model))
+    m.fit(model, 4)
+    assert_average(model)
+
+
+@case
+def accumulated_passes_equal_dense_training():
+    found = []
+    for options in (EXACT, None):
+        compression = None if options is None else dgc.Compression.dgc(**options)
+        optimizer = dgck.DistributedOptimizer(
+            OPTIMIZERS["sgd"](), compression=compression, backward_passes_per_step=2, average_aggregated_gradients=True
+        )
+        model = m.make_model()
+        model.compile(optimizer=optimizer, loss=m.loss_function)
+        m.fit(model, 8)
+        found.append(m.values(model))
+        if options:
+            assert compression.stats.steps == 4
+            m.assert_replicas(found[0])
+    m.assert_close(*found, 1e-5)
+
+
+@case
+def several_steps_in_one_call_change_nothing():
+    found = []
+    for steps in (1, 4):
+        model = made("adamw", eager=False)
+        model.compile(optimizer=model.optimizer, loss=m.loss_function, steps_per_execution=steps)
+        m.fit(model, 8)
+        found.append(m.values(model))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@case
+def weight_decay_is_not_lengthened_with_the_updates():
+    """With a gradient of 0, RMSprop's update is its weight decay alone."""
+    inner, model = keras.optimizers.RMSprop(1e-2, weight_decay=0.5), m.make_model()
+    inner.exclude_from_weight_decay(var_names=["bias"])
+    optimizer = dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**EXACT))
+    variables, generator = model.trainable_variables, np.random.default_rng(hvd.rank())
+    for _ in range(3):
+        optimizer.apply([tf.constant(generator.standard_normal(v.shape), tf.float32) for v in variables], variables)
+    assert max(optimizer.compression.engine.ahead.noise.scales()) > 1.1
+    before = m.values(model)
+    optimizer.apply([tf.zeros(v.shape) for v in variables], variables)
+    m.assert_close(m.values(model), [v * (1 - 0.005 * (v.ndim > 1)) for v in before], 1e-6)
+
+
+@case
+def an_embedding_and_a_frozen_layer():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(50, 16), keras.layers.LSTM(16), keras.layers.Dense(5)]
+    model = keras.Sequential(layers)
+    model.build((None, 7))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(dgck.DistributedOptimizer(OPTIMIZERS["adamw"](), compression=dgc.Compression.dgc(**SPARSE)), loss)
+    generator = np.random.default_rng(hvd.rank())
+    x, y = generator.integers(0, 50, (64, 7)), generator.integers(0, 5, (64,))
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[ROOT(0)])
+    assert_shared(model)
+    layers[0].trainable = False
+    model.compile(model.optimizer, loss)
+    model.optimizer.compression.average()
+    before = layers[0].get_weights()[0]
+    model.fit(x, y, batch_size=8, verbose=0)
+    model.optimizer.compression.average()
+    np.testing.assert_allclose(layers[0].get_weights()[0], before, rtol=0, atol=1e-7)
+    m.assert_replicas([np.asarray(v) for v in m.raw(model.variables)])
+
+
+@case
+def an_overflow_under_mixed_precision_is_skipped_on_its_rank():
+    policy = keras.config.dtype_policy()
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    try:
+        model = made("adamw", eager=False)
+        x, y = m.dataset(8)
+        if hvd.rank() == 1:
+            x[4 * 8], y[4 * 8] = 1e6, 1e6
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[ROOT(0)])
+    finally:
+        keras.config.set_dtype_policy(policy)
+    scale = np.asarray(model.optimizer.dynamic_scale)
+    assert m.replicas_differ([scale])
+    assert all(np.isfinite(v).all() for v in m.values(model))
+    assert model.optimizer.compression.stats.steps == 8
+    assert_shared(model)
+    assert_average(model)
+
+
+@case
+def weights_in_bfloat16():
+    model = made("adamw", model=m.make_model(dtype="bfloat16"))
+    m.fit(model, 6, callbacks=[ROOT(0)])
+    m.assert_replicas(shared(model))
+    assert not model.optimizer.compression.engine.exchange.edited
+    model.optimizer.compression.average()
+    m.assert_replicas([v.astype(np.float32) for v in m.values(model)])
+
+
+@case
+def a_learning_rate_that_differs_is_an_error_that_names_it():
+    model = made()
+    m.fit(model, 2)
+    model.optimizer.learning_rate = 0.1 / (1 + hvd.rank())
+    m.assert_raises(lambda: m.fit(model, 1), "'learning_rate' is [0.1] on rank 0 and [0.05] on rank 1")
+
+
+class Stop(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+@case
+def a_fit_that_a_callback_ends():
+    model = made()
+    m.fit(model, 2, callbacks=[ROOT(0), Stop()], epochs=3)
+    assert_shared(model)
+    stop = [Stop()] if hvd.rank() else []
+    m.assert_raises(lambda: m.fit(model, 2, callbacks=[ROOT(0), *stop], epochs=3), "ended fit() on rank 1")
+
+
+@case
+def an_error_of_one_rank_is_an_error_on_all():
+    model = made()
+    m.fit(model, 2)
+    engine = model.optimizer.compression.engine
+    if hvd.rank():
+        engine.ahead.is_edited = lambda i, p: 1 / 0
+    m.assert_raises(lambda: m.fit(model, 1), "ZeroDivisionError")
+
+
+@case
+def options_that_do_not_fit_are_refused():
+    m.assert_raises(lambda: dgc.Compression.dgc(late=True, **SPARSE), "late=True")
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    m.assert_raises(
+        lambda: dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**SPARSE)), "backward_passes_per_step"
+    )
+    constrained = keras.Sequential([keras.layers.Dense(32, kernel_constraint="non_neg"), keras.layers.Dense(3)])
+    m.assert_raises(lambda: m.fit(made(model=constrained), 1), "constraint")
+    model = made()
+    m.fit(model, 2)
+    m.assert_raises(lambda: dgck.join(model.optimizer.compression), "step-ahead")
+
+
+@case
+def one_rank_alone_trains_plainly():
+    model = made("adamw", SPARSE, process_set=m.alone())
+    m.fit(model, 3)
+    plain = m.fitted(OPTIMIZERS["adamw"](), steps=3, wrapped=False)
+    for a, b in itertools.zip_longest(m.values(model), m.values(plain)):
+        np.testing.assert_array_equal(a, b)
+    model.optimizer.compression.average()
