@@ -28,7 +28,7 @@ import numpy as np
 from dgc.adapter.agreement import agree_or_raise
 from dgc.core.collectives import Transport, gather_values
 from dgc.core.compressors import make_config
-from dgc.core.config import AHEAD_DENSITIES, AHEAD_DENSITIES_OF_MANY, DGCConfig, Schedule
+from dgc.core.config import AHEAD_DENSITIES, DGCConfig, Schedule
 from dgc.core.exchange.choice import entry_plan
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.step import StepOptions
@@ -351,7 +351,8 @@ def run_bench(arguments: argparse.Namespace, connect: Callable[[], Transport]) -
             link = f"{network}, as you say" if network else f"{found.link}, measured here"
             share = f"{training.densities[-1]:.1%}"
             if training.config.steps_ahead:
-                share = f"{AHEAD_DENSITIES[-1]:.1%} and on more than two ranks {AHEAD_DENSITIES_OF_MANY[-1]:.1%}"
+                share = ", ".join(f"{later:.1%} on up to {most} ranks" for most, (_, later) in AHEAD_DENSITIES[:-1])
+                share += f", {AHEAD_DENSITIES[-1][1][1]:.1%} on more"
             lines.append(f"by number of ranks, DGC with {share}, in ms (from {link}):")
             lines.append("  ranks       dense     16 bits    gathered  as dgc chooses   fastest")
             for n, (each, gathered) in rows.items():

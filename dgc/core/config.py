@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,9 +24,9 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 # The lowest density at which an adaptive optimizer was seen to learn well, and the density to use for a short training.
 ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
 
-# The densities for an adaptive optimizer with step-ahead error feedback, in the first fifth of the steps and later: on
-# two ranks, and on more. docs/decisions.md has the reasons.
-AHEAD_DENSITIES, AHEAD_DENSITIES_OF_MANY = (0.1, 0.02), (0.1, 0.1)
+# The densities for an adaptive optimizer with step-ahead error feedback, in the first fifth of the steps and later, by
+# the largest number of ranks that they are for. docs/decisions.md has the reasons.
+AHEAD_DENSITIES = ((2, (0.1, 0.02)), (4, (0.035, 0.035)), (math.inf, (0.1, 0.1)))
 
 # The lowest beta2 for sparse results. An entry arrives rarely, so its mean of squares must last through the pauses. At
 # the beginning the entries still grow, and a long memory would make updates too large. So this limit applies only after
@@ -191,7 +192,7 @@ class DGCConfig:
         # With more entries at the beginning, training does not stay on a plateau: see benchmarks/results/README.md.
         rampup_step = max(1, 2 * self.steps // 5)  # so the first sparsity holds for a fifth of the steps
         if self.steps_ahead or (steps_ahead and self.error_feedback == "auto" and not takes_classic):
-            sparsity = _sparsities(*AHEAD_DENSITIES)
+            sparsity = _ahead_of(2)
             return dataclasses.replace(self, error_feedback="step-ahead", sparsity=sparsity, rampup_step=rampup_step)
         density = min(ADAPTIVE_CEILING, max(ADAPTIVE_FLOOR, 100 / self.steps))
         return dataclasses.replace(
@@ -204,10 +205,9 @@ class DGCConfig:
 
     def on_ranks(self, ranks: int) -> DGCConfig:
         """Return the config for a number of ranks: the density that :meth:`suited` chose is for two."""
-        chosen = _sparsities(*AHEAD_DENSITIES)
-        if self.steps is None or not self.steps_ahead or self.sparsity != chosen or ranks <= 2:
+        if self.steps is None or not self.steps_ahead or self.sparsity != _ahead_of(2):
             return self
-        return dataclasses.replace(self, sparsity=_sparsities(*AHEAD_DENSITIES_OF_MANY))
+        return dataclasses.replace(self, sparsity=_ahead_of(ranks))
 
     def least_beta2(self, step: int) -> float:
         """Return the least decay that an adaptive optimizer's second moment may have in a step."""
@@ -281,6 +281,10 @@ class Schedule:
 
 def _sparsities(*densities: float) -> tuple[float, ...]:
     return tuple(1.0 - density for density in densities)
+
+
+def _ahead_of(ranks: int) -> tuple[float, ...]:
+    return next(_sparsities(*densities) for most, densities in AHEAD_DENSITIES if ranks <= most)
 
 
 def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:

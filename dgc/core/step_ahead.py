@@ -131,7 +131,7 @@ class StepAhead:
         is_averaged: whether nothing is left to send: p = theta on all ranks.
     """
 
-    is_averaged = True
+    is_averaged = _was_averaged = True
 
     def __init__(
         self,
@@ -259,6 +259,7 @@ class StepAhead:
             )
         if len(exchange.joined) == self._transport.size:  # no rank has data: the exchange was undone
             exchange.deferred()
+            self.is_averaged = self._was_averaged
             return
         received: set[int] = set()
         for total in exchange.deferred():
@@ -276,11 +277,22 @@ class StepAhead:
     def average(self, values: Sequence[Array]) -> None:
         """Send all that is left, uncompressed, so that p = theta on all ranks. Collective.
 
+        If the script has changed parameters of any rank since the last step, theta becomes the mean of p.
+
         Source: arXiv 2008.05823, error averaging.
         """
         self.settle()
-        self.exchange.stats.total.count_collective(self._send_rest())
+        flag = np.array([self.edits(values) is not None], np.float32)
+        self._transport.allreduce(flag, "max")
+        sent = self._send_rest(values if flag[0] else None)
+        self.exchange.stats.total.count_collective(flag.nbytes + sent)
         self.write(values)
+
+    def edits(self, values: Sequence[Array]) -> list[Array] | None:
+        """Return p - (theta + a) of each parameter, (n,); None if the script has changed none since the last step."""
+        if not any(bool(self.is_edited(i, p)) for i, p in enumerate(values)):
+            return None
+        return [p - self._expected(i) for i, p in enumerate(values)]
 
     def write(self, values: Sequence[Array]) -> None:
         """Write p = theta + a into the parameters."""
@@ -343,7 +355,7 @@ class StepAhead:
         options: StepOptions,
     ) -> None:  # fmt: skip
         exchange, noise = self.exchange, self.noise
-        self.is_averaged = False
+        self._was_averaged, self.is_averaged = self.is_averaged, False
         exchange.begin(options)
         if noise is not None:
             noise.measure(exchange.state.step, gradients)
@@ -352,8 +364,10 @@ class StepAhead:
             exchange.submit(i, update, update, ready=ready)
         self._results = sent
 
-    def _send_rest(self) -> int:
-        """Theta <- theta + mean of a; a <- 0. Also forget the thresholds, which differ between ranks.
+    def _send_rest(self, values: Sequence[Array] | None = None) -> int:
+        """Theta <- theta + mean of a, or mean of p if ``values`` are given; a <- 0.
+
+        Also forget the thresholds, which differ between ranks.
 
         Returns:
             The number of bytes that this rank has sent.
@@ -362,8 +376,13 @@ class StepAhead:
         for bucket in state.buckets:
             bucket.return_owned(sparse=True, small=True)
         for i, theta in enumerate(self.shared):
-            a, error = state.residual(i), state.error(i)
-            total = self._kernels.memory.to_host(a) if len(a) else error
+            a, total = state.residual(i), state.error(i)
+            if len(a):
+                if values is not None:
+                    self._residual(i)[...] = values[i] - theta
+                total = self._kernels.memory.to_host(a)
+            elif values is not None:
+                total = np.array((values[i] - theta).tolist(), self.layout.parameters[i].dtype)
             if not len(total):
                 continue
             self._transport.allreduce(total, "sum")

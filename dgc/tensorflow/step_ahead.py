@@ -26,8 +26,8 @@ from dgc.adapter.warm_up import compiled
 from dgc.core.kernels import choose_kernels
 from dgc.core.message import Disagreement
 from dgc.core.step_ahead import StepAhead
-from dgc.errors import ConfigError, DGCError
-from dgc.tensorflow.adoption import is_keras, optimizer_variables, without_loss_scale
+from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.tensorflow.adoption import Optimizer, is_keras, optimizer_variables, without_loss_scale
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.tensors import ResultPool, as_array, describe, raw_variable
 
@@ -102,7 +102,10 @@ class StepAheadEngine(StepAheadBase, Engine):
             self.ahead.step(
                 values, flat, decays, values, values, edited=edited, joins=joins, learning_rates=rates,
             )  # fmt: skip
-        except Disagreement:  # on all ranks
+        except Exception as error:
+            self._write(values)  # theta + a: no rank has taken the step
+            if not isinstance(error, Disagreement):
+                raise
             shown: dict[str, object] = {"learning_rate": [float(f"{rate:.5e}") for rate in rates]}
             require_agreement(self.transport, shown, "the optimizer's options", advice=EQUAL)
             raise
@@ -148,12 +151,11 @@ class StepAheadEngine(StepAheadBase, Engine):
             values = built_together(self.transport, self._values)
             self.ahead.average(values)
             self._write(values)
-        for variable in map(raw_variable, optimizer_variables(without_loss_scale(optimizer))):
-            if variable.dtype.is_floating:
-                mean = np.array(as_array(variable), np.float32)
-                self.between.allreduce(mean, "sum")
-                mean /= np.float32(self.between.size)
-                variable.assign(tf.cast(mean.reshape(variable.shape), variable.dtype))
+        for variable in _slots(without_loss_scale(optimizer)):
+            mean = np.array(as_array(variable), np.float32)
+            self.between.allreduce(mean, "sum")
+            mean /= np.float32(self.between.size)
+            variable.assign(tf.cast(mean.reshape(variable.shape), variable.dtype))
 
     @override
     def exchange_nothing(self, flags: int) -> None:
@@ -206,7 +208,7 @@ class StepAheadEngine(StepAheadBase, Engine):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, with the optimizer's, which has seen other gradients on each rank."""
-        slots = [np.array(raw_variable(v)) for v in optimizer_variables(self.adoption.optimizer)]
+        slots = [as_array(v).copy() for v in _slots(self.adoption.optimizer)]
         return {**super().state_dict(), "names": self.names, "slots": slots}
 
     @override
@@ -223,10 +225,12 @@ class StepAheadEngine(StepAheadBase, Engine):
     @override
     def _take_state(self, saved: dict[str, Any]) -> None:
         super()._take_state(saved)
-        variables, slots = list(map(raw_variable, optimizer_variables(self.adoption.optimizer))), saved.get("slots", ())
-        if [tuple(v.shape) for v in variables] == [np.shape(value) for value in slots]:
+        variables, slots = _slots(self.adoption.optimizer), saved.get("slots", ())
+        if [int(np.prod(v.shape)) for v in variables] == [np.size(value) for value in slots]:
             for variable, value in zip(variables, slots, strict=True):
-                variable.assign(value)
+                variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
+        elif len(slots):
+            raise LayoutError("the saved optimizer's variables do not fit: build the same optimizer before you load")
 
     @override
     def _clear(self) -> None:
@@ -235,6 +239,13 @@ class StepAheadEngine(StepAheadBase, Engine):
             values = self._values()
             self.ahead.restart(values)  # the next step compares the ranks' variables again
             self._write(values)
+
+
+def _slots(optimizer: Optimizer) -> list[Any]:
+    """Return the optimizer's variables that hold gradients' traces: neither its rate nor its number of steps."""
+    rate = raw_variable(getattr(optimizer, "learning_rate", None))
+    found = map(raw_variable, optimizer_variables(optimizer))
+    return [v for v in found if v.dtype.is_floating and v is not rate]
 
 
 def _copy(arrays: Sequence[Any], values: Sequence[np.ndarray]) -> None:

@@ -281,8 +281,15 @@ class StepAheadEngine(StepAheadBase):
     def _settle(self) -> None:
         """End an exchange that is under way, with the option ``late``."""
         if self.exchange.in_step and not self._stepping:
+            self.exchange.wait()
+            edits = self.ahead.edits(self._values()[1])
             self.ahead.settle()
             self._write_shared()
+            if edits is not None:  # keep them: the next step or average() looks for them
+                places, values = self._values()
+                for p, edit in zip(values, edits, strict=True):
+                    p += edit
+                self._write(places)
 
     def _write_shared(self) -> None:
         places, values = self._values()

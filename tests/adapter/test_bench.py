@@ -68,8 +68,8 @@ def test_with_step_ahead_more_ranks_send_more():
     assert training.on_ranks(2) == training
     assert training.on_ranks(8).densities == pytest.approx([0.1, 0.1])
     layout = make_layout([Parameter("0", (1024, 4096), "float32")], training.config)
-    two, four = (traffic_of(layout, training, ranks) for ranks in (2, 4))
-    assert four[2, 2] == pytest.approx(2 * 0.1 / 0.02 * two[2, 2], rel=0.01), "of twice the ranks, gathered"
+    two, eight = (traffic_of(layout, training, ranks) for ranks in (2, 8))
+    assert eight[2, 2] == pytest.approx(4 * 0.1 / 0.02 * two[2, 2], rel=0.01), "of four times the ranks, gathered"
     classic = training_of(arguments())
     assert classic.on_ranks(8) is classic
 

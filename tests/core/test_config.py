@@ -146,9 +146,9 @@ def test_step_ahead_is_chosen_with_steps_and_an_adaptive_optimizer(options, adap
 
 @pytest.mark.parametrize(
     ("ranks", "densities"),
-    [(1, (0.1, 0.02)), (2, (0.1, 0.02)), (3, (0.1, 0.1)), (100, (0.1, 0.1))],
+    [(1, (0.1, 0.02)), (2, (0.1, 0.02)), (3, (0.035, 0.035)), (4, (0.035, 0.035)), (5, (0.1, 0.1)), (100, (0.1, 0.1))],
 )
-def test_step_ahead_sends_more_at_the_beginning_and_on_many_ranks(ranks, densities):
+def test_what_step_ahead_sends_depends_on_the_number_of_ranks(ranks, densities):
     config = make_config({"steps": 100}).suited(True, steps_ahead=True).on_ranks(ranks)
     schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
     first, later = densities

@@ -188,6 +188,27 @@ def test_parameters_that_a_script_changes_between_steps_are_averaged(editing, la
             np.testing.assert_allclose(ranks[0][1][i], (ranks[0][0][i] + ranks[1][0][i]) / 2, atol=1e-5)
 
 
+@pytest.mark.parametrize("small", ["float32", "int3"])
+@pytest.mark.parametrize("editing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_an_average_keeps_what_a_script_has_changed(editing, small):
+    def job(transport):
+        ahead, values = make(transport, sparsity=0.95, small=small), first_values()
+        ahead.start(values)
+        move(ahead, values, [0.01 * v * (1 + transport.rank) for v in values])
+        for value in values:
+            value += (transport.rank in editing) * (1.0 + transport.rank)
+        before = [value.copy() for value in values]
+        ahead.average(values)
+        assert not any(ahead.exchange.state.residual(i).any() for i in range(3))
+        ahead.exchange.close()
+        return before, values
+
+    ranks = run_ranks(2, job)
+    for i in range(3):
+        assert np.array_equal(ranks[0][1][i], ranks[1][1][i])
+        np.testing.assert_allclose(ranks[0][1][i], (ranks[0][0][i] + ranks[1][0][i]) / 2, atol=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("noise", [0.0, 1.0, 30.0])
 def test_the_noise_scale_is_the_ratio_of_the_squares_of_one_gradient_and_of_the_mean(noise, ranks):

@@ -121,7 +121,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         # A variable may be in the model's list and in the optimizer's; it must not be sent twice.
         of_model, reducer = _by_identity(self.model.variables), reducer_of(optimizer) or Reducer()
         if reducer.compression is not None and not was_loaded:
-            reducer.compression.average()  # so that no rank loses what it has not sent
+            reducer.compression.average(optimizer)  # so that no rank loses what it has not sent, or its moments
         broadcast_in_order(list(of_model.values()), self._root_rank, None)
         members = reducer.members
         if members is None or members.included():

@@ -83,6 +83,9 @@ def wrap_keras3(optimizer: Optimizer, reducer: Reducer, name: str | None) -> Any
 _USERS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "ema_momentum", "ema_overwrite_frequency")
 
 
+_DECAY = keras.optimizers.Optimizer._apply_weight_decay
+
+
 class _Distributed(HasReducer, keras.optimizers.Optimizer):
     """The common part of both distributed optimizers."""
 
@@ -124,6 +127,11 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
     def _hold(self, reducer: Reducer) -> None:
         compression = reducer.compression
         ahead = compression is not None and compression.config.steps_ahead
+        if ahead and (self.inner_optimizer.use_ema or type(self.inner_optimizer)._apply_weight_decay is not _DECAY):
+            raise ConfigError(
+                "error_feedback='step-ahead' takes neither use_ema= nor an optimizer with a weight decay of its own: "
+                "leave error_feedback out"
+            )
         if ahead and self.inner_optimizer.gradient_accumulation_steps:
             raise ConfigError(
                 "with error_feedback='step-ahead' pass backward_passes_per_step= to DistributedOptimizer instead of "

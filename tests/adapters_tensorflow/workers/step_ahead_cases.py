@@ -125,7 +125,8 @@ def a_gradient_that_is_not_finite_on_one_rank_is_an_error_on_all(eager):
     if hvd.rank() == 1:
         x[0, 0] = np.nan
     m.assert_raises(lambda: model.fit(x, y, batch_size=8, verbose=0), "no rank has taken it", "rank 1")
-    m.assert_replicas(shared(model))
+    assert_shared(model)
+    assert all(np.isfinite(v).all() for v in m.values(model))
 
 
 @case
@@ -145,6 +146,36 @@ def a_model_that_is_built_in_fit(eager, seeds):
     assert m.replicas_differ(m.values(model))
     m.fit(model, 1, callbacks=[])
     m.assert_replicas(m.values(model))
+
+
+@case
+def an_average_keeps_weights_that_were_set_before_it():
+    model = made()
+    m.fit(model, 3)
+    other = m.values(m.make_model(seed=5))
+    model.set_weights(other)
+    assert_average(model)
+    m.assert_close(m.values(model), other, 1e-6)
+
+
+@case
+def a_second_fit_averages_the_momentum_as_well():
+    model = made(options=EXACT)
+    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4, first=4, callbacks=[ROOT(0)])
+    dense = made(options=EXACT)
+    m.fit(dense, 8, callbacks=[ROOT(0)])
+    m.assert_close(m.values(model), m.values(dense), 1e-5)
+
+
+@case
+def a_restored_compressor_leaves_the_learning_rate_alone():
+    model = made("adamw")
+    m.fit(model, 3)
+    state = model.optimizer.compression.state_dict()
+    model.optimizer.learning_rate = 1e-5
+    model.optimizer.compression.load_state_dict(state)
+    assert float(model.optimizer.learning_rate) == np.float32(1e-5)
 
 
 @case
@@ -319,6 +350,10 @@ def an_overflow_under_mixed_precision_is_skipped_on_its_rank():
 def weights_in_bfloat16():
     model = made("adamw", model=m.make_model(dtype="bfloat16"))
     m.fit(model, 6, callbacks=[ROOT(0)])
+    before = m.values(model)
+    model.optimizer.compression.load_state_dict(model.optimizer.compression.state_dict())
+    for a, b in zip(before, m.values(model), strict=True):
+        np.testing.assert_array_equal(a, b)
     m.assert_replicas(shared(model))
     assert not model.optimizer.compression.engine.exchange.edited
     model.optimizer.compression.average()
@@ -331,6 +366,7 @@ def a_learning_rate_that_differs_is_an_error_that_names_it():
     m.fit(model, 2)
     model.optimizer.learning_rate = 0.1 / (1 + hvd.rank())
     m.assert_raises(lambda: m.fit(model, 1), "'learning_rate' is [0.1] on rank 0 and [0.05] on rank 1")
+    assert_shared(model)
 
 
 class Stop(keras.callbacks.Callback):
@@ -364,6 +400,8 @@ def options_that_do_not_fit_are_refused():
     m.assert_raises(
         lambda: dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**SPARSE)), "backward_passes_per_step"
     )
+    averaging = keras.optimizers.AdamW(1e-3, use_ema=True)
+    m.assert_raises(lambda: dgck.DistributedOptimizer(averaging, compression=dgc.Compression.dgc(**SPARSE)), "use_ema=")
     constrained = keras.Sequential([keras.layers.Dense(32, kernel_constraint="non_neg"), keras.layers.Dense(3)])
     m.assert_raises(lambda: m.fit(made(model=constrained), 1), "constraint")
     model = made()

@@ -592,6 +592,16 @@ def weights_that_are_clamped_stay_near_their_limits():
     assert max(float(p.abs().max()) for p in run.module.parameters()) < 0.12
 
 
+@case(late=(False, True))
+def an_average_keeps_weights_that_were_loaded_before_it(late):
+    run = Run("dgc", adamw, late=late, **SPARSE).train(range(4))
+    other = make_model(seed=5)
+    run.module.load_state_dict(other.state_dict())
+    run.compression.average()
+    assert_identical(run.module)
+    assert_close(run.module, other, 1e-2 if late else 1e-6)  # late: what was under way is applied as well
+
+
 @case
 def models_that_were_not_broadcast_are_an_error():
     run = Run("dgc", sgd, seed=dist.get_rank(), **SPARSE)
