@@ -310,7 +310,8 @@ def test_step_ahead_beside_dense_and_classic():
     largest = [*rows_of("adaptive-gpt-19m"), *rows_of("step-ahead-gpt-19m")]
     known = {row["setting"]: row["loss"] for row in largest if row["steps"] == 400}
     ahead, classic = (100 * (known[word] / known["dense"] - 1) for word in ("ahead", CLASSIC))
-    assert f"larger one was {ahead:.1f} % behind with step-ahead, and {classic:.1f} % with classic" in text_of("README.md")
+    said = f"larger one was {ahead:.1f} % behind with step-ahead, and {classic:.1f} % with classic"
+    assert said in text_of("README.md")
     assert f"at 19.5 million {ahead:.1f} % after 400 steps, classic {classic:.1f} %" in text_of("docs/results.md")
     for name, words, among in (
         ("a GPT of 10.8 M", ("dense", "ahead", "steps"), [row for row in large if row["steps"] == 600]),
