@@ -599,7 +599,8 @@ def an_average_keeps_weights_that_were_loaded_before_it(late):
     run.module.load_state_dict(other.state_dict())
     run.compression.average()
     assert_identical(run.module)
-    assert_close(run.module, other, 1e-2 if late else 1e-6)  # late: what was under way is applied as well
+    for p, q in zip(run.module.parameters(), other.parameters(), strict=True):
+        assert (p - q).abs().max() < (0.02 if late else 1e-6)  # late: what was under way is applied as well
 
 
 @case
