@@ -375,6 +375,20 @@ def test_step_ahead_on_more_than_two_ranks():
     assert f"| 8 | 400 | {means['dense']:.3f} | {means['ahead']:.3f} | {fewer}x |" in readme
 
 
+def test_a_smaller_beta1_and_the_peers_of_the_small_gpt():
+    page = text_of("docs/decisions.md")
+    found = {(row["setting"], row["seed"]): row["loss"] for row in rows_of("step-ahead-gpt-64-beta1")}
+    behind = [f"{100 * (found['ahead', seed] / found['dense', seed] - 1):.1f}" for seed in (0, 1)]
+    assert f"ends {' and '.join(behind)} % behind dense (two seeds" in page
+    peers = {row["setting"]: row for row in rows_of("step-ahead-gpt-64-peers")}
+    for name, setting in (
+        ("PowerSGD of rank 4", "powersgd=4"), ("of rank 1", "powersgd=1"), ("1-bit Adam's method", "onebit=0.15")
+    ):  # fmt: skip
+        fewer = f"{peers[setting]['fewer']:.2g}"
+        assert f"{name} {peers[setting]['loss']:.3f} ({fewer} times)" in page
+    assert f"16 bits {peers['fp16']['loss']:.3f} (" in page
+
+
 def test_step_ahead_with_sgd():
     page = text_of("docs/results.md")
     for task, text in (
