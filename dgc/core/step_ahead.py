@@ -282,7 +282,7 @@ class StepAhead:
         Source: arXiv 2008.05823, error averaging.
         """
         self.settle()
-        flag = np.array([self.edits(values) is not None], np.float32)
+        flag = np.array([self._is_any_edited(values)], np.float32)
         self._transport.allreduce(flag, "max")
         sent = self._send_rest(values if flag[0] else None)
         self.exchange.stats.total.count_collective(flag.nbytes + sent)
@@ -290,7 +290,7 @@ class StepAhead:
 
     def edits(self, values: Sequence[Array]) -> list[Array] | None:
         """Return p - (theta + a) of each parameter, (n,); None if the script has changed none since the last step."""
-        if not any(bool(self.is_edited(i, p)) for i, p in enumerate(values)):
+        if not self._is_any_edited(values):
             return None
         return [p - self._expected(i) for i, p in enumerate(values)]
 
@@ -312,6 +312,9 @@ class StepAhead:
         self.shared = []
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _is_any_edited(self, values: Sequence[Array]) -> bool:
+        return any(bool(self.is_edited(i, p)) for i, p in enumerate(values))
 
     def _residual(self, index: int) -> Array:
         return self._convert(self.exchange.state.residual(index))
