@@ -4,9 +4,9 @@ r"""Train with DGC and AdamW, Adam or SGD on some tasks, over Gloo: the loss, an
 
 Each word after the number of steps is one training: ``dense``; ``fp16`` and ``powersgd=4``, DDP's hooks, the latter of
 that rank; ``onebit=0.15``, a hook as in 1-bit Adam, after dense steps that are this share of all; ``steps``, classic
-error feedback: the optimizer as it is, and ``Compression.dgc(steps=..., error_feedback="classic")``; or DGC's settings,
-joined by commas. Equal steps, rates and data for all. With ``--json FILE`` the rows are added to a file, and trainings
-that it holds already are not repeated.
+error feedback: the optimizer as it is, and ``Compression.dgc(steps=..., error_feedback="classic")``; ``classic``, the
+same without ``steps=``; or DGC's settings, joined by commas. Equal steps, rates and data for all. With ``--json FILE``
+the rows are added to a file, and trainings that it holds already are not repeated.
 
 ``--timed RATE`` evaluates nothing and writes the medians of the last half of the steps: the time, the bytes, and the
 processor time of a rank, which depends less on what else the machine does. The hosts and links of that rate are those
@@ -25,9 +25,9 @@ densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from``
 that are plain AdamW with float32 gradients before anything is compressed; ``frozen=1`` keeps the second moment as it is
 after them, or after ``from``. ``lr`` is the highest rate of any training, ``dense,lr=0.002`` too.
 
-Except with ``steps``, the first moment is moved into the compressor by hand: the compressor's momentum is beta1, and
-the optimizer's beta1 is 0.
-The velocity is then 1 / (1 - beta1) times the first moment, so eps is multiplied by that.
+Except with ``steps`` and ``classic``, the first moment is moved into the compressor by hand: the compressor's momentum
+is beta1, and the optimizer's beta1 is 0. The velocity is then 1 / (1 - beta1) times the first moment, so eps is
+multiplied by that.
 Bytes are those that a rank hands to collectives for gradients, dense steps included; their ratio is to float32.
 """
 
@@ -543,7 +543,9 @@ class DGC:
         self._made += 1
 
     def _begin(self) -> None:
-        options = self._by_hand() if "density" in self._given else {"steps": self._steps, "error_feedback": "classic"}
+        options: dict[str, Any] = {"error_feedback": "classic"} | ({"steps": self._steps} if self._steps else {})
+        if "density" in self._given:
+            options = self._by_hand()
         if self._task.clip:
             options |= {"local_grad_clip_norm": self._task.clip, "clip_scope": "global"}
         self._compression = dgc.Compression.dgc(**options)
@@ -653,7 +655,7 @@ def train(task: Task, data: Any, word: str, steps: int, seed: int, points: int) 
     elif word.startswith("ahead"):
         method = Ahead(task, model, optimizer, given, steps)
     else:
-        method = DGC(task, model, optimizer, given, steps)
+        method = DGC(task, model, optimizer, given, 0 if word == "classic" else steps)
     forward, curve, began, ends = getattr(method, "forward", model), [], time.monotonic(), []
     for step in range(steps):
         if "from" in given and step == round(float(given["from"]) * steps):

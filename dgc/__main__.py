@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--steps", type=int, default=10_000, help="length of the training; chooses the sparsity (default: %(default)s)"
     )
     bench.add_argument(
-        "--classic", action="store_true", help="measure classic error feedback with AdamW, Keras' default"
+        "--classic", action="store_true", help="measure classic error feedback with AdamW, as with a tape"
     )
     bench.add_argument("--sparsity", type=float, help="share of entries held back; replaces --steps")
     bench.add_argument("--bandwidth", metavar="1gbit", help="of a network to predict times for, with --latency")

@@ -61,7 +61,7 @@ MOVED = {
     "nodes": "options#several-ranks-on-a-node",
     "performance": "results#time",
     "step-ahead": "pytorch#step-ahead",
-    "step-ahead#how-far-behind-dense": "results#adamw-in-pytorch-step-ahead",
+    "step-ahead#how-far-behind-dense": "results#adamw-step-ahead",
     "steps": "pytorch#between-backward-and-step",
     "troubleshooting": "options#errors",
     "tuning": "options#when-accuracy-drops",

@@ -108,7 +108,8 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             sparsity: The share of entries that are held back in a step. A list gives the shares to use one after
                 another during the ramp-up.
             steps: The number of optimizer steps in the training; dgc chooses the sparsity for it.
-            rampup_begin_step: The first step that is compressed; gradients of earlier steps are averaged uncompressed.
+            rampup_begin_step: The first step that is compressed; gradients (step-ahead: updates) of earlier steps are
+                averaged uncompressed.
             rampup_step: The number of steps over which a list of sparsities is spread.
             momentum: The momentum that the compressor applies. None takes over the optimizer's momentum or Adam's
                 beta1; 0 leaves momentum to the optimizer.
@@ -138,9 +139,9 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
                 positions for all ranks. "gather": every rank receives the messages of all others.
             error_feedback: "step-ahead": the optimizer steps on its rank's own gradient, updates are exchanged, and a
                 rank uses at once what it has not sent. "classic": gradients are exchanged, as in the paper. "auto":
-                "step-ahead" in PyTorch, with ``steps`` and an adaptive optimizer, unless an option is given that only
-                "classic" has; else "classic". False drops what is not sent, for control experiments: accuracy
-                collapses.
+                "step-ahead" for an adaptive optimizer in PyTorch and Keras 3, unless an option is given that only
+                "classic" has, or the sparsity is 0; else "classic". False drops what is not sent, for control
+                experiments: accuracy collapses.
             late: With step-ahead error feedback: apply the other ranks' contributions one step late. The network's time
                 then lies behind the next forward and backward pass.
             transport: The library that carries the messages; "auto" takes MPI if Horovod runs on MPI, else Horovod or

@@ -1,7 +1,7 @@
 """``python -m dgc bench``: measure the time of a step's exchange in this job: dense, in 16 bits, and with DGC.
 
 ``--sparsity`` sets the share of entries that DGC sends. Without it, ``steps=`` chooses the share. With AdamW the
-command measures step-ahead error feedback, PyTorch's default; ``--classic`` measures Keras'. It times real exchanges of
+command measures step-ahead error feedback, and with ``--classic`` the classic one of tapes. It times real exchanges of
 one tensor over the job's transport, while no backward pass runs. The slowest rank's time counts. The time for a larger
 model is computed in proportion to its size; for other numbers of ranks, and for the network that ``--bandwidth`` and
 ``--latency`` describe, see :func:`predict`.
@@ -83,22 +83,22 @@ def training_of(arguments: argparse.Namespace) -> Training:
     """
     steps, sparsity, adaptive = arguments.steps, arguments.sparsity, arguments.optimizer != "sgd"
     fixed: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
-    if sparsity is None:
-        given = {"error_feedback": "classic"} if arguments.classic else {}
-        config = make_config({"steps": steps, **given}).suited(adaptive, steps_ahead=True)
-        if not config.steps_ahead:
-            config = dataclasses.replace(config, **fixed)
-        ramp = min(Schedule(config.sparsity, length=config.rampup_step).ramp_end(), steps)
-        phases = [Phase(1.0 - config.sparsity[0], ramp), Phase(1.0 - config.sparsity[-1], steps - ramp)]
-        option = f'steps={steps}, error_feedback="classic"' if arguments.classic and adaptive else f"steps={steps}"
-        return Training(config, [phase for phase in phases if phase.steps], option)
-    config = make_config({"sparsity": sparsity, **fixed})
+    given: dict[str, Any] = {"steps": steps} if sparsity is None else {"sparsity": sparsity}
+    option = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if arguments.classic and adaptive:
+        given["error_feedback"] = "classic"
+        option += ', error_feedback="classic"'
+    config = make_config(given).suited(adaptive, steps_ahead=True)
+    if not config.steps_ahead:
+        config = dataclasses.replace(config, **fixed)
     if adaptive and config.is_thin:
         raise ConfigError(
             f"--sparsity {sparsity:g} sends too few entries for AdamW, which learns far less then; leave it out, or "
             "give --optimizer sgd"
         )
-    return Training(config, [Phase(1.0 - sparsity, steps)], f"sparsity={sparsity:g}")
+    ramp = min(Schedule(config.sparsity, length=config.rampup_step).ramp_end(), steps)
+    phases = [Phase(1.0 - config.sparsity[0], ramp), Phase(1.0 - config.sparsity[-1], steps - ramp)]
+    return Training(config, [phase for phase in phases if phase.steps], option)
 
 
 @dataclasses.dataclass(frozen=True)

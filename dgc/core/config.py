@@ -67,7 +67,7 @@ class DGCConfig:
     sparsity: tuple[float, ...] = (0.999,)
     # The number of optimizer steps in the training; dgc chooses the sparsity for it.
     steps: int | None = None
-    # The first step that is compressed; gradients of earlier steps are averaged uncompressed.
+    # The first step that is compressed; gradients (step-ahead: updates) of earlier steps are averaged uncompressed.
     rampup_begin_step: int = 0
     # The number of steps over which a list of sparsities is spread.
     rampup_step: int = 1
@@ -113,9 +113,9 @@ class DGCConfig:
     # Seed of the random numbers. These also depend on rank, step and tensor.
     seed: int = 0
     # "step-ahead": the optimizer steps on its rank's own gradient, updates are exchanged, and a rank uses at once what
-    # it has not sent. "classic": gradients are exchanged, as in the paper. "auto": "step-ahead" in PyTorch, with
-    # ``steps`` and an adaptive optimizer, unless an option is given that only "classic" has; else "classic". False
-    # drops what is not sent, for control experiments: accuracy collapses.
+    # it has not sent. "classic": gradients are exchanged, as in the paper. "auto": "step-ahead" for an adaptive
+    # optimizer in PyTorch and Keras 3, unless an option is given that only "classic" has, or the sparsity is 0; else
+    # "classic". False drops what is not sent, for control experiments: accuracy collapses.
     error_feedback: Literal["auto", "step-ahead", "classic", False] = "auto"
     # With step-ahead error feedback: apply the other ranks' contributions one step late. The network's time then lies
     # behind the next forward and backward pass.
@@ -183,17 +183,21 @@ class DGCConfig:
     def suited(self, adaptive: bool, *, steps_ahead: bool = False) -> DGCConfig:
         """Return the config for an optimizer.
 
-        If the optimizer is adaptive, the option ``steps`` chooses a larger density and, if the adapter can exchange
-        updates (``steps_ahead``), step-ahead error feedback.
+        An adaptive optimizer gets step-ahead error feedback if the adapter can exchange updates (``steps_ahead``). The
+        option ``steps`` then chooses a larger density for it.
         """
-        if self.steps is None or not adaptive:
+        if not adaptive:
             return self
-        takes_classic = self._classic_options() or self.op == "sum" or self.hierarchical
+        takes_classic = self._classic_options() or self.op == "sum" or self.hierarchical or not any(self.sparsity)
+        may_choose = steps_ahead and self.error_feedback == "auto" and self.algorithm == "dgc"
+        ahead = self.steps_ahead or (may_choose and not takes_classic)
+        chosen = dataclasses.replace(self, error_feedback="step-ahead") if ahead else self
+        if self.steps is None:
+            return chosen
         # With more entries at the beginning, training does not stay on a plateau: see benchmarks/results/README.md.
         rampup_step = max(1, 2 * self.steps // 5)  # so the first sparsity holds for a fifth of the steps
-        if self.steps_ahead or (steps_ahead and self.error_feedback == "auto" and not takes_classic):
-            sparsity = _ahead_of(2)
-            return dataclasses.replace(self, error_feedback="step-ahead", sparsity=sparsity, rampup_step=rampup_step)
+        if ahead:
+            return dataclasses.replace(chosen, sparsity=_ahead_of(2), rampup_step=rampup_step)
         density = min(ADAPTIVE_CEILING, max(ADAPTIVE_FLOOR, 100 / self.steps))
         return dataclasses.replace(
             self,

@@ -505,6 +505,6 @@ def _look_at_update(optimizer: Optimizer | None, algorithm: str) -> None:
 
 
 def is_adaptive(optimizer: Optimizer | None) -> bool:
-    """Return whether this is a Keras optimizer that divides by the magnitude of past gradients."""
-    others = ("Adagrad", "Adadelta", "Adafactor", "RMSprop")
+    """Return whether this is a Keras optimizer that divides by the size of past gradients, or takes their sign."""
+    others = ("Adagrad", "Adadelta", "Adafactor", "RMSprop", "Lion")
     return optimizer is not None and any(is_keras(optimizer, name) for name in (*KIN, *others))

@@ -71,9 +71,10 @@ class DGCCompressor(HorovodCompressor):
 
     # -- binding -------------------------------------------------------------------------------------------------
 
-    def adopt(self, optimizer: Optimizer, process_set: ProcessSet | None = None) -> None:
+    def adopt(self, optimizer: Optimizer, process_set: ProcessSet | None = None, *, steps_ahead: bool = False) -> None:
         """Take the momentum out of the optimizer, before it makes its variables. Not collective.
 
+        ``steps_ahead`` says that the caller can exchange the optimizer's updates.
         After :meth:`bind` has failed, ``optimizer`` may be None, which stands for the previous optimizer.
         """
         if self.adoption is not None:
@@ -85,7 +86,7 @@ class DGCCompressor(HorovodCompressor):
             self.adoption.take()
             return
         self.optimizer = optimizer = self.optimizer if optimizer is None else optimizer
-        self.config = self.config.suited(is_adaptive(without_loss_scale(optimizer)))
+        self.config = self.config.suited(is_adaptive(without_loss_scale(optimizer)), steps_ahead=steps_ahead)
         if is_alone(self.process_set(process_set)) is False:
             own = dataclasses.replace(self.config, momentum=0.0) if self.config.steps_ahead else self.config
             self.adoption = Adoption(optimizer, own)

@@ -49,8 +49,8 @@ def join(compression: DGCCompressor) -> int:
     if compression.serves_horovod or compression.config.steps_ahead or _obstacle(engine):
         engine.fail(
             ConfigError(
-                "join() needs dgc's own tape or optimizer, without LossScaleOptimizer, hierarchical=True and "
-                "error_feedback='step-ahead'; else give every rank the same number of batches"
+                "join() needs dgc's own tape or optimizer, without LossScaleOptimizer and hierarchical=True, and "
+                "error_feedback='classic' with an adaptive optimizer; else give every rank the same number of batches"
             )
         )
     last = _follow_until_all_joined(engine)

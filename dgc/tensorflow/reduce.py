@@ -189,7 +189,7 @@ class Reducer:
             engine.fail(
                 ConfigError(
                     "a variable has a constraint, which would hold before the exchange of updates and not after it: "
-                    "leave out error_feedback='step-ahead'"
+                    "give the compressor error_feedback='classic'"
                 )
             )
         rate = tf.cast(tf.convert_to_tensor(optimizer.learning_rate), tf.float32)
@@ -241,10 +241,13 @@ class Reducer:
         """The options that the compressor has adopted; None without a compressor."""
         return None if self.compression is None else self.compression.adoption
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Take the optimizer's momentum before it makes its variables, unless options are missing."""
+    def adopt(self, optimizer: Optimizer, *, steps_ahead: bool = False) -> None:
+        """Take the optimizer's momentum before it makes its variables, unless options are missing.
+
+        ``steps_ahead`` says that the caller also calls :meth:`follow_update`.
+        """
         if self.compression is not None and not self.lost:
-            self.compression.adopt(optimizer, self.process_set)
+            self.compression.adopt(optimizer, self.process_set, steps_ahead=steps_ahead)
 
     def bind(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
         """Attach the compressor to the model before the first step. Collective."""

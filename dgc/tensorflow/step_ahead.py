@@ -91,9 +91,15 @@ class StepAheadEngine(StepAheadBase, Engine):
             results = [self._pool.take(i) for i in range(len(after))]
             values = [result.reshape(-1) for result in results]
             _copy(before, values)
-        if not self.ahead.shared and not self._start(values):
-            _copy(after, values)
-            return results
+        if not self.ahead.shared:
+            try:
+                begins = self._start(values)
+            except Exception:
+                self._write(values)  # the model as it was before the optimizer's step
+                raise
+            if not begins:
+                _copy(after, values)
+                return results
         with self._told():
             edited = any(self.ahead.is_edited(i, p) for i, p in enumerate(values))
             _copy(after, values)

@@ -127,7 +127,9 @@ def test_each_entry_is_sent_a_hundred_times(steps, density):
     [
         ({}, True, "step-ahead"),
         ({}, False, "auto"),
-        ({"steps": None}, True, "auto"),
+        ({"steps": None}, True, "step-ahead"),
+        ({"steps": None, "sparsity": [0.75, 0.99], "rampup_step": 10}, True, "step-ahead"),
+        ({"steps": None, "sparsity": 0.0}, True, "auto"),
         ({"error_feedback": "classic"}, True, "classic"),
         ({"error_feedback": False}, True, False),
         ({"momentum": 0.0}, True, "auto"),
@@ -136,12 +138,14 @@ def test_each_entry_is_sent_a_hundred_times(steps, density):
         ({"hierarchical": True}, True, "auto"),
     ],
 )
-def test_step_ahead_is_chosen_with_steps_and_an_adaptive_optimizer(options, adaptive, chosen):
+def test_step_ahead_is_chosen_with_an_adaptive_optimizer(options, adaptive, chosen):
     config = make_config({"steps": 100, **options})
     suited = config.suited(adaptive, steps_ahead=True)
     assert suited.error_feedback == chosen
     assert suited.steps_ahead == (chosen == "step-ahead")
     assert not config.suited(adaptive).steps_ahead, "the adapter cannot exchange updates"
+    if options.get("steps", 100) is None:
+        assert (suited.sparsity, suited.rampup_step) == (config.sparsity, config.rampup_step)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +165,8 @@ def test_only_what_steps_chooses_for_step_ahead_depends_on_the_ranks():
         make_config({"steps": 100}).suited(True),
         make_config({"steps": 100, **ahead}).suited(False),
         make_config({"sparsity": 0.99, **ahead}).suited(True),
+        make_config({}).suited(True, steps_ahead=True),
+        make_config({}, algorithm="topk").suited(True, steps_ahead=True),
     ):
         assert config.on_ranks(8) is config
 

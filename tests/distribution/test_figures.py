@@ -299,6 +299,14 @@ def test_step_ahead_beside_dense_and_classic():
     for name, setting in SHOWN.items():
         losses = ", ".join(f"{row['loss']:.3f}" for row in found[setting])
         assert said[name] == [losses, f"{found[setting][0]['fewer']:.0f}"], name
+    rows = rows_of("step-ahead-gpt-no-steps")
+    without = {
+        "step-ahead without `steps=`: 0.1 % of the entries": "ahead,density=0.001",
+        "classic without `steps=`": "classic",
+    }
+    for name, setting in without.items():
+        chosen = [row for row in rows if row["setting"] == setting]
+        assert said[name] == [", ".join(f"{row['loss']:.3f}" for row in chosen), f"{chosen[0]['fewer']:.0f}"], name
     for result, task, figure, digits in (("table", "tabular", "loss", 3), ("vit", "a ViT", "accuracy", 1)):
         rows = rows_of(f"step-ahead-{result}")
         ((_, others),) = table_with("docs/results.md", "tabular regression, 1,500 steps, loss")

@@ -125,24 +125,25 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
         self.inner_optimizer.momentum = value
 
     def _hold(self, reducer: Reducer) -> None:
-        compression = reducer.compression
+        compression, inner = reducer.compression, self.inner_optimizer
         ahead = compression is not None and compression.config.steps_ahead
-        if ahead and (self.inner_optimizer.use_ema or type(self.inner_optimizer)._apply_weight_decay is not _DECAY):
+        has_own_end = inner.use_ema or type(inner)._apply_weight_decay is not _DECAY
+        if ahead and has_own_end:
             raise ConfigError(
                 "error_feedback='step-ahead' takes neither use_ema= nor an optimizer with a weight decay of its own: "
                 "leave error_feedback out"
             )
-        if ahead and self.inner_optimizer.gradient_accumulation_steps:
+        if ahead and inner.gradient_accumulation_steps:
             raise ConfigError(
                 "with error_feedback='step-ahead' pass backward_passes_per_step= to DistributedOptimizer instead of "
                 "gradient_accumulation_steps= to the optimizer: so only whole steps are exchanged"
             )
-        if reducer.passes > 1 and self.inner_optimizer.gradient_accumulation_steps:
+        if reducer.passes > 1 and inner.gradient_accumulation_steps:
             raise ConfigError(
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
         self.use_reducer(reducer)
-        reducer.adopt(self.inner_optimizer)
+        reducer.adopt(inner, steps_ahead=not (has_own_end or inner.gradient_accumulation_steps))
         for name in _USERS:
             self.__dict__.pop(name)
         self._complete = True

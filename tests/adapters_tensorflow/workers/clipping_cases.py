@@ -139,6 +139,6 @@ def clipping_of_a_velocity_is_refused():
     """One that the compressor has adopted: a momentum, or a first moment."""
     for make in ADOPTED.values():
         inner = make()
-        model = m.fitted(inner, dgc.Compression.dgc(**m.SPARSE), steps=2)
+        model = m.fitted(inner, dgc.Compression.dgc(error_feedback="classic", **m.SPARSE), steps=2)
         inner.clipnorm = 0.5
         m.assert_raises(lambda: m.fit(model, 2), "clipnorm=0.5", "would act on the velocity")  # noqa: B023

@@ -33,7 +33,7 @@ def by_tape(make, options, graph=False, steps=STEPS):
 
 
 def by_fit(make, options, steps=STEPS):
-    compression = None if options is None else dgc.Compression.dgc(**options)
+    compression = None if options is None else dgc.Compression.dgc(error_feedback="classic", **options)
     inner = make(0.003)
     model = m.compiled(inner, compression=compression, run_eagerly=False)
     m.fit(model, steps)

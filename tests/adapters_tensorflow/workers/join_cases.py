@@ -82,7 +82,7 @@ def the_last_ranks_variables_come_without_pickle():
 def fit_goes_on_after_a_join():
     for make in (lambda: m.keras.optimizers.SGD(0.05, momentum=0.9), lambda: m.keras.optimizers.Adam(0.01)):
         model = m.make_model()
-        compression = dgck.Compression.dgc(**m.SPARSE)
+        compression = dgck.Compression.dgc(error_feedback="classic", **m.SPARSE)
         model.compile(dgck.DistributedOptimizer(make(), compression=compression), loss=m.loss_function)
         root = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
         for epoch in range(2):

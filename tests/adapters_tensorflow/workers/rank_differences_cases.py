@@ -91,7 +91,7 @@ def models_that_were_never_broadcast():
 @case
 def learning_rates_that_drift_apart():
     for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)):
-        model = m.compiled(optimizer, compression=dgc.Compression.dgc())
+        model = m.compiled(optimizer, compression=dgc.Compression.dgc(error_feedback="classic"))
         m.fit(model, 2)
         model.optimizer.learning_rate = 0.1 / (1 + hvd.rank())
         shown = "'learning_rate' is 0.1 on rank 0 and 0.05 on rank 1"

@@ -86,11 +86,22 @@ def the_last_of_the_steps_averages():
 
 
 @case
-def the_default_stays_classic():
-    model = made("adamw", {"steps": 6})
-    m.fit(model, 2)
-    assert not model.optimizer.compression.config.steps_ahead
-    model.optimizer.compression.average()
+def adaptive_optimizers_step_ahead_unless_something_needs_classic():
+    def ahead(inner, **options):
+        model = m.compiled(inner, compression=dgc.Compression.dgc(**options), run_eagerly=True)
+        m.fit(model, 2)
+        model.optimizer.compression.average()
+        return model.optimizer.compression.config.steps_ahead
+
+    adam = keras.optimizers.Adam
+    assert all(ahead(adam(0.01), **options) for options in ({}, {"steps": 6}, {"sparsity": 0.9}))
+    assert ahead(keras.optimizers.Lion(1e-3))
+    assert ahead(keras.optimizers.LossScaleOptimizer(adam(0.01)))
+    classic = {"error_feedback": "classic"}, {"sparsity": 0.0}, {"momentum": 0.0}, {"op": "sum"}
+    assert not any(ahead(adam(0.01), **options) for options in classic)
+    assert not ahead(adam(0.01, use_ema=True))
+    assert not ahead(adam(0.01, gradient_accumulation_steps=2))
+    assert not any(ahead(inner) for inner in (keras.optimizers.SGD(0.05), keras.optimizers.Ftrl(0.01)))
 
 
 @case(ranks=("all", "one"))
@@ -406,7 +417,7 @@ def options_that_do_not_fit_are_refused():
     m.assert_raises(lambda: m.fit(made(model=constrained), 1), "constraint")
     model = made()
     m.fit(model, 2)
-    m.assert_raises(lambda: dgck.join(model.optimizer.compression), "step-ahead")
+    m.assert_raises(lambda: dgck.join(model.optimizer.compression), "error_feedback='classic'")
 
 
 @case

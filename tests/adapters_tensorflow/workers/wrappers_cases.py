@@ -204,7 +204,7 @@ def an_exception_in_the_update_leaves_momentum_and_beta_1_as_they_were():
     ):
         model = keras.Sequential([keras.layers.Dense(3, kernel_constraint=Refuses())])
         model.build((None, 20))
-        compression = dgc.Compression.dgc(**m.SPARSE)
+        compression = dgc.Compression.dgc(error_feedback="classic", **m.SPARSE)
         m.compiled(inner, model, compression=compression, run_eagerly=True)
         m.assert_raises(lambda: m.fit(model, 1), "this update is refused")  # noqa: B023
         config = model.optimizer.get_config()

@@ -33,7 +33,7 @@ def wrapped(way, name, seed=0):
     model = make_model(seed)
     make, options = OPTIMIZERS[name]
     trainable = [p for p in model.parameters() if p.requires_grad]
-    return model, *wrap(way, model, make(trainable), sparsity=0.9, **options)
+    return model, *wrap(way, model, make(trainable), sparsity=0.9, error_feedback="classic", **options)
 
 
 @case(way="ab", name=OPTIMIZERS)

@@ -73,7 +73,7 @@ def training_equals_ddp_at_sparsity_0(variant):
 OTHERS = {
     "AdamW": (adamw, EXACT),
     "AdamW without beta1": (functools.partial(adamw, betas=(0.0, 0.99)), EXACT),
-    "AdamW before the selection": (adamw, {"sparsity": 0.9, "rampup_begin_step": 20}),
+    "AdamW before the selection": (adamw, {"sparsity": 0.9, "rampup_begin_step": 20, "error_feedback": "classic"}),
 }
 
 
@@ -158,7 +158,8 @@ def replicas_are_identical_after_60_sparse_steps():
 
 @case
 def the_first_moment_is_the_compressors_once_entries_are_selected():
-    model, optimizer, state = hooked(make_model(), adamw, {"sparsity": 0.9, "rampup_begin_step": 3})
+    classic = {"sparsity": 0.9, "rampup_begin_step": 3, "error_feedback": "classic"}
+    model, optimizer, state = hooked(make_model(), adamw, classic)
     train(model, optimizer, 3)
     assert not any(state.compression.engine.adoption.hyper.momentum)
     train(model, optimizer, 9, start=3)

@@ -58,7 +58,7 @@ def dense_train(model, optimizer, steps, start=0):
 def before_the_selection_training_equals_dense(name):
     expected, make = make_model(), KIN[name]
     dense_train(expected, make(expected.parameters(), betas=BETAS), 20)
-    for options in ({"sparsity": 0.0}, {"rampup_begin_step": 50}):
+    for options in ({"sparsity": 0.0}, {"rampup_begin_step": 50, "error_feedback": "classic"}):
         for way, model, optimizer, compression in each_way(lambda m: make(m.parameters(), betas=BETAS), **options):
             train(optimizer, model, 20)
             assert worst_difference(model, expected) <= 1e-5, (way, options, worst_difference(model, expected))
@@ -69,7 +69,8 @@ def before_the_selection_training_equals_dense(name):
 @case(way="ab", name=KIN)
 def replicas_are_identical_while_entries_are_selected(way, name):
     model, seen = make_model(), []
-    optimizer, compression = wrap(way, model, KIN[name](model.parameters()), sparsity=[0.0, 0.9, 0.95], rampup_step=30)
+    ramp = {"sparsity": [0.0, 0.9, 0.95], "rampup_step": 30, "error_feedback": "classic"}
+    optimizer, compression = wrap(way, model, KIN[name](model.parameters()), **ramp)
     optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["betas"][0]))
     before = optimizer.param_groups[0]["betas"]
     train(optimizer, model, 40)

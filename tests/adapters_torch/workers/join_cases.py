@@ -189,11 +189,15 @@ def clipped_and_closure_steps_end_with_identical_replicas():
         compression.close()
 
 
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
 @case
 def adam_has_the_same_state_everywhere():
     for explicit in (False, True):
         model = make_model()
-        optimizer, compression = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), sparsity=0.9)
+        optimizer, compression = wrap(model, adam(model), sparsity=0.9, error_feedback="classic")
         for step in range(0 if rank() == 0 else 7):  # rank 0 has no batch at all
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -215,7 +219,7 @@ def adam_has_the_same_state_everywhere():
 @case
 def the_last_ranks_state_comes_without_pickle():
     model = make_model()
-    optimizer, compression = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), sparsity=0.9)
+    optimizer, compression = wrap(model, adam(model), sparsity=0.9, error_feedback="classic")
     train(optimizer, model, 2 + 3 * rank())
     optimizer.state[model[0].weight]["last"] = torch.tensor(rank())
     with unpickling_is_an_error():
@@ -241,7 +245,7 @@ def a_state_on_another_ranks_gpu_comes_to_this_ranks_device():
     torch.serialization.register_package(0, lambda storage: f"cuda:{rank()}", lambda storage, place: None)
     try:
         model = make_model()
-        optimizer, compression = wrap(model, torch.optim.Adam(model.parameters(), lr=0.01), sparsity=0.9)
+        optimizer, compression = wrap(model, adam(model), sparsity=0.9, error_feedback="classic")
         train(optimizer, model, 2 + 3 * rank())
         assert dgc.join(compression) == size() - 1
         assert_identical(model)

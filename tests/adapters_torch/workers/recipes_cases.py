@@ -22,7 +22,7 @@ import dgc.torch as dgc
 STEPS = 28  # of an epoch
 
 
-WARMING_UP = {"sparsity": [0.75, 0.99], "rampup_step": 40, "rampup_begin_step": 5}
+WARMING_UP = {"sparsity": [0.75, 0.99], "rampup_step": 40, "rampup_begin_step": 5, "error_feedback": "classic"}
 
 
 def check(train, **arguments):
@@ -39,6 +39,7 @@ def check(train, **arguments):
     model = train(sparse, epochs=1, **arguments)
     assert sparse.stats.steps == steps
     assert sparse.stats.last.ratio > 20
+    sparse.average()
     assert_identical(model)
     sparse.close()
     return dense

@@ -223,7 +223,7 @@ NEEDS = {
     "a hook": (with_hook, sgd, {}),
     "a step of its own": (plain, lambda m: Own(m.parameters(), lr=0.1, momentum=0.9), {}),
     "a rate that is a tensor": (plain, lambda m: sgd(m, lr=torch.tensor(0.1)), {}),
-    "Adam": (plain, lambda m: torch.optim.Adam(m.parameters(), lr=0.01), {}),
+    "Adam": (plain, lambda m: torch.optim.Adam(m.parameters(), lr=0.01), {"error_feedback": "classic"}),
     "a loss scale": (plain, sgd, {"momentum": 0.0, "loss_scale": 1024.0}),
     "maximize": (plain, lambda m: sgd(m, momentum=0.0, maximize=True), {"momentum": 0.9}),
     "momentum of its own": (plain, sgd, {"momentum": 0.0}),

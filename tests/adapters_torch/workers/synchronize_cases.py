@@ -37,15 +37,18 @@ KINDS = {
 }
 
 
+CLASSIC = {"sparsity": 0.9, "error_feedback": "classic"}
+
+
 @case(way="ab", optimizer=OPTIMIZERS, kind=KINDS)
 def a_second_synchronize_hands_back_the_same_results(way, optimizer, kind):
     """Also by step(), and after clipping and unscaling."""
     if (way, kind) == ("b", "groups"):
         return  # groups are Horovod's
     make = OPTIMIZERS[optimizer]
-    expected, first = run_steps(way, make, "clip", sparsity=0.9, **KINDS[kind])
+    expected, first = run_steps(way, make, "clip", **CLASSIC, **KINDS[kind])
     for update, more in (("clip, no skip", 1), ("clip twice", 3), ("mixed", None)):
-        model, second = run_steps(way, make, update, sparsity=0.9, **KINDS[kind])
+        model, second = run_steps(way, make, update, **CLASSIC, **KINDS[kind])
         assert torch.equal(flat(model), flat(expected)), update
         assert_replicas_identical(model)
         assert second.stats.steps == first.stats.steps == 8

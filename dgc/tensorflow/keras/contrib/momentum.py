@@ -252,7 +252,7 @@ class MomentumCompressor(DGCCompressor):
         if is_alone(process_set) is not None and self.process_set().included():
             self.options.check_ranks(self.process_set().size())
 
-    def adopt(self, optimizer: Any, process_set: Any = None) -> None:
+    def adopt(self, optimizer: Any, process_set: Any = None, *, steps_ahead: bool = False) -> None:
         """Do nothing, because the momentum is an argument."""
 
     @override
