@@ -148,7 +148,7 @@ def u_is_the_moment_of_adam_whatever_is_assigned_to_beta_1():
 @case
 def a_loaded_model_goes_on_bit_for_bit_before_the_selection():
     for name, make in KIN.items():
-        compression = dgc.Compression.dgc(rampup_begin_step=50)
+        compression = dgc.Compression.dgc(rampup_begin_step=50, error_feedback="classic")
         model = m.compiled(make(0.003), compression=compression, run_eagerly=True)
         m.fit(model, 2)
         loaded = m.reloaded(model)
