@@ -74,7 +74,7 @@ def train(task: str, steps: int, word: str, seed: int) -> dict[str, Any]:
     keras.utils.set_random_seed(seed)
     make, rate = TASKS[task]
     model, data, held = make(steps, np.random.default_rng((seed, hvd.rank())))
-    given = {"error_feedback": "classic"} if word == "classic" else {}
+    given: dict[str, Any] = {"error_feedback": "classic"} if word == "classic" else {}
     compression = None if word == "dense" else dgc.Compression.dgc(steps=steps, **given)
     schedule = keras.optimizers.schedules.CosineDecay(rate, steps, alpha=0.1)
     optimizer = dgc.DistributedOptimizer(keras.optimizers.AdamW(schedule), compression=compression)
