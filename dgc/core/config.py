@@ -183,8 +183,8 @@ class DGCConfig:
     def suited(self, adaptive: bool, *, steps_ahead: bool = False) -> DGCConfig:
         """Return the config for an optimizer.
 
-        An adaptive optimizer gets step-ahead error feedback if the adapter can exchange updates (``steps_ahead``). The
-        option ``steps`` then chooses a larger density for it.
+        An adaptive optimizer gets step-ahead error feedback if the adapter can exchange updates (``steps_ahead``), and
+        with the option ``steps`` a larger density.
         """
         if not adaptive:
             return self
