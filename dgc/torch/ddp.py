@@ -88,7 +88,7 @@ class CompressionState(Joinable):
         self.compression = compression
         self._group = process_group
         self._optimizer: torch.optim.Optimizer | None = None
-        self._front_end: DDPFrontEnd | None = None  # stays None in a job of one process
+        self._front_end: DDPFrontEnd | None = None  # stays None in a job of one process, and with step-ahead
         if optimizer is not None:
             self.bind(optimizer)
 
@@ -137,6 +137,7 @@ class CompressionState(Joinable):
         if self._front_end is None:
             if isinstance(engine := self.compression.engine, StepAheadEngine):
                 engine.require_own(bucket.parameters())
+                engine.passes = True
             future.set_result(buffer)
         else:
             self._front_end.hand_over(bucket, future)
@@ -215,7 +216,9 @@ class _StepAheadJoin(JoinHook):
 
     @override
     def main_hook(self) -> None:
-        self._engine.exchange_nothing()
+        # DDP's own hook has called the communication hook, unless the other ranks' pass was in no_sync().
+        if self._engine.passes:
+            self._engine.exchange_nothing()
 
 
 class _Update(JoinHook):

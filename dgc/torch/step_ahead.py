@@ -47,6 +47,7 @@ class StepAheadEngine(StepAheadBase):
 
     Attributes:
         parameters: the exchanged parameters in registration order.
+        passes: whether DDP's hook was called since the last exchange, so that the other ranks will make a step.
     """
 
     what = "parameters"
@@ -59,7 +60,7 @@ class StepAheadEngine(StepAheadBase):
         self.names = []
         self.parameters: list[torch.Tensor] = []
         self._outgoing: list[Result] = []  # with the option late, the memory of updates that are being exchanged
-        self._stepping = self._edited = self._is_scaled = False
+        self._stepping = self._edited = self._is_scaled = self.passes = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # values before a step that is not the script's
 
         def build() -> Layout:
@@ -215,6 +216,7 @@ class StepAheadEngine(StepAheadBase):
         )
 
     def _exchange_updates(self, optimizer: torch.optim.Optimizer | None, joins: int = 0) -> None:
+        self.passes = False
         with self._told():
             decays = [0.0] * len(self.parameters) if optimizer is None else _decays(optimizer, self.parameters)
             gradients = [None] * len(self.parameters) if optimizer is None else self._gradients()

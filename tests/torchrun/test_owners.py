@@ -31,7 +31,7 @@ def build():
     net = torch.nn.Sequential(torch.nn.Linear(60, 150), torch.nn.LayerNorm(150), torch.nn.Linear(150, 40))
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    compression = dgc.Compression.dgc(sparsity=0.9)
+    compression = dgc.Compression.dgc(sparsity=0.9, error_feedback="classic")
     dgc.ddp.register(model, optimizer, compression)
     return model, optimizer, compression
 

@@ -38,8 +38,8 @@ BOUND = {
     "SGD momentum": HALF,
     "SGD momentum, all sent": EXACT,
     "SGD decay": EXACT,
-    "AdamW": HALF,
-    "AdamW, before the selection": {**HALF, "rampup_begin_step": 9},
+    "AdamW": {**HALF, "error_feedback": "classic"},
+    "AdamW, before the selection": {**HALF, "rampup_begin_step": 9, "error_feedback": "classic"},
 }
 FREE = {
     "SGD": EXACT,

@@ -31,11 +31,20 @@ def join_with_the_state(difference, kind):
     assert_identical(model)
 
 
-@case
-def join_in_the_middle_of_an_accumulation():
+FEEDBACK = {
+    "step-ahead": {},
+    "late": {"error_feedback": "step-ahead", "late": True},
+    "classic": {"error_feedback": "classic"},
+}
+
+
+@case(feedback=FEEDBACK)
+def join_in_the_middle_of_an_accumulation(feedback):
     """Rank 1 ends inside no_sync(): what it has accumulated is dropped, as by DDP, and replicas stay alike."""
     model, optimizer, state = hooked(
-        make_model(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), {"sparsity": 0.9}
+        make_model(),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        {"sparsity": 0.9, **FEEDBACK[feedback]},
     )
     with Join([model, state]):
         for step in range(10 - 5 * dist.get_rank()):
@@ -44,8 +53,10 @@ def join_in_the_middle_of_an_accumulation():
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
+    state.compression.average()
     assert_identical(model)
     train(model, optimizer, 5, start=30)
+    state.compression.average()
     assert_identical(model)
 
 

@@ -127,9 +127,8 @@ def training_equals_hsdp_at_sparsity_0():
 @case
 def the_first_moment_goes_from_a_dense_run_into_a_compressed_one_and_on():
     model = make_model()
-    optimizer, compression = wrap(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), sparsity=0.9, min_numel=64, rampup_begin_step=4
-    )
+    options = {"sparsity": 0.9, "min_numel": 64, "rampup_begin_step": 4, "error_feedback": "classic"}
+    optimizer, compression = wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
     train(optimizer, model, 10)
     assert_identical(model)
     u = compression.state_dict()["parameters"]

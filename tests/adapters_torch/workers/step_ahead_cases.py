@@ -94,9 +94,14 @@ def another_model_with_plain_sgd_is_still_updated_by_entries():
 
 
 @case
-def with_steps_and_adamw_updates_are_exchanged_unless_classic_options_are_given():
+def with_adamw_updates_are_exchanged_unless_classic_options_are_given():
     chosen = {"steps": 10}
-    for options, ahead in ((chosen, True), ({**chosen, "momentum": 0.0}, False), ({}, False)):
+    for options, ahead in (
+        (chosen, True),
+        ({**chosen, "momentum": 0.0}, False),
+        ({}, True),
+        ({"sparsity": 0.0}, False),
+    ):
         run = Run("dgc", adamw, **options).train(range(3))
         assert run.compression.config.steps_ahead == ahead
         run.compression.close()
