@@ -16,8 +16,9 @@ of ``benchmarks/network`` (root and iproute2 needed):
       WORLD_SIZE=2 RANK=$OMPI_COMM_WORLD_RANK python benchmarks/adaptive.py gpt-10m 14 dense steps --timed 1gbit'
 
 ``ahead`` is step-ahead error feedback as a user writes it, and takes ``density`` (one, or two joined by "/": the first
-holds for a fifth of the steps), ``values``, ``small`` and ``late=1``. With ``saved=1``, all ranks go on after half of
-the steps from the model and the optimizer of rank 0, as a script does that saves there without ``average()``.
+holds for a fifth of the steps), ``values``, ``small`` and ``late=1``. With ``steps=0``, dgc is not told the number of
+steps. With ``saved=1``, all ranks go on after half of the steps from the model and the optimizer of rank 0, as a script
+does that saves there without ``average()``.
 
 Settings of DGC: ``density`` of the entries sent; ``ramp``, a share of the steps at whose equal parts the ``first``
 densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from`` a share of the steps on; ``masking``;
@@ -581,9 +582,10 @@ class Ahead:
     ) -> None:
         self._clip, self._model, self._optimizer, self._scheduled = task.clip, model, optimizer, optimizer
         self._steps = steps
-        self._left = steps if "density" in given else 0  # with steps=, the last step averages
+        knows = "density" not in given and given.get("steps") != "0"
+        self._left = 0 if knows else steps  # with steps=, the last step averages
         self._resumes_in, self._before = steps // 2 if given.get("saved") == "1" else 0, 0
-        options: dict[str, Any] = {"steps": steps}
+        options: dict[str, Any] = {"steps": steps} if knows else {}
         if "density" in given:
             densities = [float(d) for d in given["density"].split("/")]
             options = {"sparsity": [1 - d for d in densities]}

@@ -138,7 +138,7 @@ class Alone:
             for s in self.bucket.sparse
         )
         self.algorithm = case.row(config)
-        sparsity = config.sparsity[0]
+        sparsity = config.sparsities[0]
         self.spec = BucketSpec(self.bucket, self.tensors, 1.0 - sparsity, layout.sparse_numel)
         self.thresholds = new_thresholds(len(self.tensors))
         self.seed = seed
@@ -192,7 +192,7 @@ def payload_formula(case, shape):
     """Bytes of one tensor's payload by the paper's formula, its means, norms and counts included."""
     n = math.prod(shape)
     config = make_config(dict(case.options), algorithm=case.name)
-    own, density = config.own, 1.0 - config.sparsity[0]
+    own, density = config.own, 1.0 - config.sparsities[0]
     if case.name == DOCUMENTED:
         return n / 8 + 4
     if case.name in ("dgc", "topk"):

@@ -29,7 +29,7 @@ FILE = Path(__file__).parent.parent / "dgc/adapter/signatures.py"
 
 # Users may give more than what the config keeps.
 ACCEPTED = {
-    "sparsity": "float | Sequence[float]",
+    "sparsity": "float | Sequence[float] | None",
     "include": "str | Sequence[str]",
     "exclude": "str | Sequence[str]",
     "indices": "IndexCodec",
@@ -151,7 +151,10 @@ def constructor(name: str) -> str:
     parameters, told = [], ["parameters: as for :meth:`dgc`.", "optimizer: as for :meth:`dgc`."] if kind else [*TENSORS]
     for option in shown:
         default = getattr(config.own, option.name, getattr(config, option.name, option.default))
-        parameters.append(f"{option.name}: {option.type} = {default[0] if option.name == 'sparsity' else default!r},")
+        if option.name == "sparsity" and default is not None:  # only dgc chooses it
+            (default,), sentence = default, option.sentence.partition(" None:")[0]
+            option = dataclasses.replace(option, type=option.type.removesuffix(" | None"), sentence=sentence)
+        parameters.append(f"{option.name}: {option.type} = {default!r},")
         told.append(f"{option.name}: {option.sentence}")
     if kind:
         parameters.append(f"**options: Unpack[{kind}],")

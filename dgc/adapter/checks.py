@@ -69,7 +69,7 @@ def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
     if config.is_thin:
         warnings.warn(
             f"{optimizer} does not move an entry in proportion to its gradient. When only "
-            f"{1 - config.sparsity[-1]:.2%} of the entries are sent, it learns far less than in dense training. Give "
+            f"{1 - config.sparsities[-1]:.2%} of the entries are sent, it learns far less than in dense training. Give "
             "Compression.dgc(steps=N), which chooses a density for a training of N optimizer steps",
             RuntimeWarning,
             stacklevel=4,
@@ -91,7 +91,7 @@ def warn_of_sparsity(config: DGCConfig, given: Collection[str], adaptive: bool) 
     ``given`` has the names of the options that the user has given. ``adaptive`` says whether the optimizer is adaptive;
     :func:`warn_of_thin_updates` warns about such an optimizer.
     """
-    held = config.sparsity[-1]
+    held = config.sparsities[-1]
     if 0 < held < 0.5 and "sparsity" in given:
         warn_once(
             f"sparsity={held:g} is the share of the entries that is held back, so each step sends {1 - held:.1%} of "

@@ -185,7 +185,7 @@ class EngineBase(abc.ABC):
         """Return what the next step will do, as plain values: see ``compression.describe()``."""
         config, exchange = self._config, self._exchange
         layout = self.layout if exchange is None else exchange.layout
-        schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+        schedule = Schedule(config.sparsities, config.rampup_begin_step, config.rampup_step)
         step, ranks = 0 if exchange is None else exchange.state.step, self.between.rank_info()
         updated = self.how_updated
         if updated == "sparse" and not layout.sparse_numel:

@@ -85,7 +85,7 @@ def _of_small_tensors(config: DGCConfig) -> DGCConfig:
         bucket_bytes=2**30,
         hierarchical=False,
         rampup_begin_step=min(config.rampup_begin_step, 1),
-        sparsity=tuple(filter(None, config.sparsity)) or config.sparsity,
+        sparsity=tuple(filter(None, config.sparsities)) or config.sparsities,
     )
 
 

@@ -54,20 +54,31 @@ class Phase(NamedTuple):
     steps: int
 
 
-class Training(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Training:
     """A training whose exchange is measured, and its compressor's option."""
 
-    config: DGCConfig
-    phases: list[Phase]
+    chosen: DGCConfig  # for the optimizer, but not for the number of ranks
+    steps: int
     option: str
+    ranks: int = 2
 
     def on_ranks(self, ranks: int) -> Training:
         """Return the training for a number of ranks, on which the share of the entries may depend."""
-        config = self.config.on_ranks(ranks)
-        if config is self.config:
-            return self
-        pairs = zip(config.sparsity, self.phases, strict=False)  # a training of one step has one phase
-        return Training(config, [Phase(1.0 - sparsity, phase.steps) for sparsity, phase in pairs], self.option)
+        return dataclasses.replace(self, ranks=ranks)
+
+    @property
+    def config(self) -> DGCConfig:
+        """The compressor's options."""
+        return self.chosen.on_ranks(self.ranks)
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The parts of the training with different shares of the entries; a training of one step has one."""
+        sparsities = self.config.sparsities
+        ramp = min(Schedule(sparsities, length=self.config.rampup_step).ramp_end(), self.steps)
+        phases = [Phase(1.0 - sparsities[0], ramp), Phase(1.0 - sparsities[-1], self.steps - ramp)]
+        return [phase for phase in phases if phase.steps]
 
     @property
     def densities(self) -> list[float]:
@@ -96,9 +107,7 @@ def training_of(arguments: argparse.Namespace) -> Training:
             f"--sparsity {sparsity:g} sends too few entries for AdamW, which learns far less then; leave it out, or "
             "give --optimizer sgd"
         )
-    ramp = min(Schedule(config.sparsity, length=config.rampup_step).ramp_end(), steps)
-    phases = [Phase(1.0 - config.sparsity[0], ramp), Phase(1.0 - config.sparsity[-1], steps - ramp)]
-    return Training(config, [phase for phase in phases if phase.steps], option)
+    return Training(config, steps, option)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,9 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
 
 # The densities for an adaptive optimizer with step-ahead error feedback, in the first fifth of the steps and later, by
-# the largest number of ranks that they are for. docs/decisions.md has the reasons.
+# the largest number of ranks that they are for. If the number of steps is unknown, the first 1,000 steps count as the
+# first fifth. docs/decisions.md has the reasons.
+AHEAD_FIRST_STEPS = 1000
 AHEAD_DENSITIES = ((2, (0.1, 0.02)), (4, (0.035, 0.035)), (math.inf, (0.1, 0.1)))
 
 # The lowest beta2 for sparse results. An entry arrives rarely, so its mean of squares must last through the pauses. At
@@ -63,8 +65,9 @@ class DGCConfig:
     """
 
     # The share of entries that are held back in a step. A list gives the shares to use one after another during the
-    # ramp-up.
-    sparsity: tuple[float, ...] = (0.999,)
+    # ramp-up. None: 0.999 or, for an adaptive optimizer with step-ahead error feedback, 0.9 in the first 1,000 steps
+    # and 0.98 later; on three and four ranks 0.965, and on more 0.9 in all steps.
+    sparsity: tuple[float, ...] | None = None
     # The number of optimizer steps in the training; dgc chooses the sparsity for it.
     steps: int | None = None
     # The first step that is compressed; gradients (step-ahead: updates) of earlier steps are averaged uncompressed.
@@ -129,7 +132,8 @@ class DGCConfig:
         set_ = object.__setattr__
         for option in dataclasses.fields(self):
             set_(self, option.name, plain(getattr(self, option.name)))
-        set_(self, "sparsity", as_sparsities(self.sparsity))
+        if self.sparsity is not None or self.algorithm != "dgc":
+            set_(self, "sparsity", as_sparsities(self.sparsity))
         for name in ("include", "exclude"):
             set_(self, name, as_patterns(name, getattr(self, name)))
         require_number("momentum", self.momentum, low=0.0, high=1.0, high_open=True, optional=True)
@@ -176,6 +180,11 @@ class DGCConfig:
         return [name for name in names if getattr(self, name) is not None]
 
     @property
+    def sparsities(self) -> tuple[float, ...]:
+        """The sparsities that are used one after another."""
+        return self.sparsity or (0.999,)
+
+    @property
     def steps_ahead(self) -> bool:
         """Whether updates are exchanged instead of gradients."""
         return self.error_feedback == "step-ahead"
@@ -183,21 +192,21 @@ class DGCConfig:
     def suited(self, adaptive: bool, *, steps_ahead: bool = False) -> DGCConfig:
         """Return the config for an optimizer.
 
-        An adaptive optimizer gets step-ahead error feedback if the adapter can exchange updates (``steps_ahead``), and
-        with the option ``steps`` a larger density.
+        An adaptive optimizer gets step-ahead error feedback if the adapter can exchange updates (``steps_ahead``). With
+        step-ahead or the option ``steps`` it gets a larger density; :meth:`on_ranks` chooses that of step-ahead.
         """
-        if not adaptive:
-            return self
-        takes_classic = self._classic_options() or self.op == "sum" or self.hierarchical or not any(self.sparsity)
-        may_choose = steps_ahead and self.error_feedback == "auto" and self.algorithm == "dgc"
-        ahead = self.steps_ahead or (may_choose and not takes_classic)
+        if not adaptive or self.algorithm != "dgc":
+            return dataclasses.replace(self, sparsity=self.sparsities)
+        takes_classic = self._classic_options() or self.op == "sum" or self.hierarchical or not any(self.sparsities)
+        ahead = self.steps_ahead or (steps_ahead and self.error_feedback == "auto" and not takes_classic)
         chosen = dataclasses.replace(self, error_feedback="step-ahead") if ahead else self
-        if self.steps is None:
-            return chosen
         # With more entries at the beginning, training does not stay on a plateau: see benchmarks/results/README.md.
-        rampup_step = max(1, 2 * self.steps // 5)  # so the first sparsity holds for a fifth of the steps
-        if ahead:
-            return dataclasses.replace(chosen, sparsity=_ahead_of(2), rampup_step=rampup_step)
+        # The first sparsity holds for half of the ramp-up.
+        rampup_step = 2 * AHEAD_FIRST_STEPS if self.steps is None else max(1, 2 * self.steps // 5)
+        if ahead and (self.steps is not None or self.sparsity is None):
+            return dataclasses.replace(chosen, sparsity=None, rampup_step=rampup_step)
+        if self.steps is None:
+            return dataclasses.replace(chosen, sparsity=self.sparsities)
         density = min(ADAPTIVE_CEILING, max(ADAPTIVE_FLOOR, 100 / self.steps))
         return dataclasses.replace(
             self,
@@ -208,10 +217,11 @@ class DGCConfig:
         )
 
     def on_ranks(self, ranks: int) -> DGCConfig:
-        """Return the config for a number of ranks: the density that :meth:`suited` chose is for two."""
-        if self.steps is None or not self.steps_ahead or self.sparsity != _ahead_of(2):
+        """Return the config of :meth:`suited` for a number of ranks."""
+        if self.sparsity is not None or not self.steps_ahead:
             return self
-        return dataclasses.replace(self, sparsity=_ahead_of(ranks))
+        densities = next(densities for most, densities in AHEAD_DENSITIES if ranks <= most)
+        return dataclasses.replace(self, sparsity=_sparsities(*densities))
 
     def least_beta2(self, step: int) -> float:
         """Return the least decay that an adaptive optimizer's second moment may have in a step."""
@@ -235,7 +245,7 @@ class DGCConfig:
     @property
     def is_thin(self) -> bool:
         """Whether too few entries are sent for an adaptive optimizer; the option ``steps`` would send more."""
-        return self.algorithm == "dgc" and self.steps is None and self.sparsity[-1] > 1.0 - ADAPTIVE_FLOOR
+        return self.algorithm == "dgc" and self.steps is None and self.sparsities[-1] > 1.0 - ADAPTIVE_FLOOR
 
     def own_share(self, ranks: int) -> float:
         """Return one rank's share of the reduced momentum: 1 for an average, 1 / P for a sum.
@@ -285,10 +295,6 @@ class Schedule:
 
 def _sparsities(*densities: float) -> tuple[float, ...]:
     return tuple(1.0 - density for density in densities)
-
-
-def _ahead_of(ranks: int) -> tuple[float, ...]:
-    return next(_sparsities(*densities) for most, densities in AHEAD_DENSITIES if ranks <= most)
 
 
 def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:

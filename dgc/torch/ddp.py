@@ -137,6 +137,14 @@ class CompressionState(Joinable):
         if self._front_end is None:
             if isinstance(engine := self.compression.engine, StepAheadEngine):
                 engine.require_own(bucket.parameters())
+                if engine.in_join and engine.passes and bucket.index() == 0:
+                    engine.fail(
+                        ConfigError(
+                            "no step() between two backward passes within Join, where ranks without data take part "
+                            "in a step after each pass: to add up gradients, put all passes but the last one before "
+                            "step() in model.no_sync()"
+                        )
+                    )
                 engine.passes = True
             future.set_result(buffer)
         else:
@@ -213,12 +221,17 @@ class _StepAheadJoin(JoinHook):
 
     def __init__(self, engine: StepAheadEngine) -> None:
         self._engine = engine
+        engine.in_join, engine.passes = True, False
 
     @override
     def main_hook(self) -> None:
         # DDP's own hook has called the communication hook, unless the other ranks' pass was in no_sync().
         if self._engine.passes:
             self._engine.exchange_nothing()
+
+    @override
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._engine.in_join = False
 
 
 class _Update(JoinHook):

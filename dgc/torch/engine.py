@@ -242,7 +242,7 @@ class Engine(EngineBase):
         absorbed = self.adoption.absorb(owner, restored=change.restored)
         if (change.restored or change.stepped) and self.transport.rank == 0:
             momentum = self.adoption.active and any(self.adoption.hyper.momentum)
-            warms_up = bool(self._config.rampup_begin_step) or len(self._config.sparsity) > 1
+            warms_up = bool(self._config.rampup_begin_step) or len(self._config.sparsities) > 1
             self.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
         self._replicas_compared &= not (change.restored or change.broadcast)
 

@@ -48,6 +48,7 @@ class StepAheadEngine(StepAheadBase):
     Attributes:
         parameters: the exchanged parameters in registration order.
         passes: whether DDP's hook was called since the last exchange, so that the other ranks will make a step.
+        in_join: whether training is within torch's ``Join``.
     """
 
     what = "parameters"
@@ -60,7 +61,7 @@ class StepAheadEngine(StepAheadBase):
         self.names = []
         self.parameters: list[torch.Tensor] = []
         self._outgoing: list[Result] = []  # with the option late, the memory of updates that are being exchanged
-        self._stepping = self._edited = self._is_scaled = self.passes = False
+        self._stepping = self._edited = self._is_scaled = self.passes = self.in_join = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # values before a step that is not the script's
 
         def build() -> Layout:

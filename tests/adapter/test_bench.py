@@ -52,7 +52,7 @@ def test_the_ramp_up_counts_by_its_steps():
 @pytest.mark.parametrize("steps", [1, 60, 5000, 200_000])
 def test_it_measures_what_the_training_would_do(steps, optimizer, classic):
     config = make_config({"steps": steps}).suited(optimizer == "adamw", steps_ahead=not classic)
-    schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+    schedule = Schedule(config.on_ranks(2).sparsities, config.rampup_begin_step, config.rampup_step)
     training = training_of(arguments(steps=steps, optimizer=optimizer, classic=classic))
     assert training.config.steps_ahead == config.steps_ahead
     assert (training.config.values, training.config.small) == (config.values, config.small)
@@ -71,7 +71,7 @@ def test_with_step_ahead_more_ranks_send_more():
     two, eight = (traffic_of(layout, training, ranks) for ranks in (2, 8))
     assert eight[2, 2] == pytest.approx(4 * 0.1 / 0.02 * two[2, 2], rel=0.01), "of four times the ranks, gathered"
     classic = training_of(arguments())
-    assert classic.on_ranks(8) is classic
+    assert classic.on_ranks(8).config == classic.config
 
 
 def test_a_sparsity_of_which_the_library_warns_is_refused():

@@ -128,6 +128,7 @@ def test_each_entry_is_sent_a_hundred_times(steps, density):
         ({}, True, "step-ahead"),
         ({}, False, "auto"),
         ({"steps": None}, True, "step-ahead"),
+        ({"steps": None, "sparsity": 0.999}, True, "step-ahead"),
         ({"steps": None, "sparsity": [0.75, 0.99], "rampup_step": 10}, True, "step-ahead"),
         ({"steps": None, "sparsity": 0.0}, True, "auto"),
         ({"error_feedback": "classic"}, True, "classic"),
@@ -144,28 +145,33 @@ def test_step_ahead_is_chosen_with_an_adaptive_optimizer(options, adaptive, chos
     assert suited.error_feedback == chosen
     assert suited.steps_ahead == (chosen == "step-ahead")
     assert not config.suited(adaptive).steps_ahead, "the adapter cannot exchange updates"
-    if options.get("steps", 100) is None:
+    if config.sparsity and config.steps is None:
         assert (suited.sparsity, suited.rampup_step) == (config.sparsity, config.rampup_step)
 
 
+@pytest.mark.parametrize(("options", "first_steps"), [({"steps": 100}, 20), ({}, 1000), ({"sparsity": None}, 1000)])
 @pytest.mark.parametrize(
     ("ranks", "densities"),
     [(1, (0.1, 0.02)), (2, (0.1, 0.02)), (3, (0.035, 0.035)), (4, (0.035, 0.035)), (5, (0.1, 0.1)), (100, (0.1, 0.1))],
 )
-def test_what_step_ahead_sends_depends_on_the_number_of_ranks(ranks, densities):
-    config = make_config({"steps": 100}).suited(True, steps_ahead=True).on_ranks(ranks)
+def test_what_step_ahead_sends_depends_on_the_number_of_ranks(ranks, densities, options, first_steps):
+    config = make_config(options).suited(True, steps_ahead=True).on_ranks(ranks)
     schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
     first, later = densities
-    assert [schedule.density(step) for step in range(100)] == pytest.approx([first] * 20 + [later] * 80)
+    assert [schedule.density(step) for step in range(2000)] == pytest.approx(
+        [first] * first_steps + [later] * (2000 - first_steps)
+    )
 
 
-def test_only_what_steps_chooses_for_step_ahead_depends_on_the_ranks():
+def test_only_what_dgc_chooses_for_step_ahead_depends_on_the_ranks():
     ahead = {"error_feedback": "step-ahead"}
     for config in (
         make_config({"steps": 100}).suited(True),
         make_config({"steps": 100, **ahead}).suited(False),
         make_config({"sparsity": 0.99, **ahead}).suited(True),
-        make_config({}).suited(True, steps_ahead=True),
+        make_config({"sparsity": [0.9, 0.98], "rampup_step": 9}).suited(True, steps_ahead=True),
+        make_config(ahead).suited(False),
+        make_config({}).suited(True),
         make_config({}, algorithm="topk").suited(True, steps_ahead=True),
     ):
         assert config.on_ranks(8) is config
@@ -179,7 +185,7 @@ def test_what_is_given_beside_it_stays():
 
 @pytest.mark.parametrize("steps", [np.int64(500), None])
 def test_numpy_integers_and_none_are_taken(steps):
-    assert make_config({"steps": steps}).sparsity == (1 - 1 / 64 if steps else 0.999,)
+    assert make_config({"steps": steps}).sparsities == (1 - 1 / 64 if steps else 0.999,)
 
 
 @pytest.mark.parametrize("steps", [0, -3, 1.5, True, "10"])

@@ -74,13 +74,15 @@ def test_the_page_says_what_steps_chooses():
             config = make_config(options).suited(bool(adaptive))
             assert 100 * (1 - config.sparsity[-1]) == pytest.approx(float(share), rel=0.03), length
             ahead = make_config({**options, "error_feedback": "step-ahead"}).suited(True)
-            first, later = (f"{100 * (1 - sparsity):.0f} %" for sparsity in ahead.sparsity)
+            first, later = (f"{100 * (1 - sparsity):.0f} %" for sparsity in ahead.on_ranks(2).sparsities)
             said = f"an adaptive optimizer sends {first} in the first fifth of the steps and {later} later"
             assert f"With step-ahead error feedback {said}" in " ".join(page.split())
-            of_four, of_more = (ahead.on_ranks(ranks).sparsity for ranks in (4, 5))
+            of_four, of_more = (ahead.on_ranks(ranks).sparsities for ranks in (4, 5))
             assert len({*of_four}) == len({*of_more}) == 1
             said = f"on three and four ranks {100 * (1 - of_four[0]):.1f} %, and on more {100 * (1 - of_more[0]):.0f} %"
             assert f"{said} in all steps" in " ".join(page.split())
+    assert make_config({}).suited(True, steps_ahead=True).rampup_step == 2 * 1000
+    assert "Without `steps=` the first 1,000 steps count as the first fifth" in " ".join(page.split())
 
 
 def literals(source):

@@ -105,9 +105,9 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
     require_choice("indices", config.indices, tuple(INDEX_CODECS))
     require_choice("values", config.values, (None, *VALUE_CODECS))
     require_choice("small", config.small, tuple(VALUE_CODECS))
-    if len(set(config.sparsity)) > 1 and "rampup_step" not in options:
+    if len(set(config.sparsities)) > 1 and "rampup_step" not in options:
         warnings.warn(
-            f"without rampup_step=, the sparsity is {config.sparsity[-1]}, the last of the list, from step "
+            f"without rampup_step=, the sparsity is {config.sparsities[-1]}, the last of the list, from step "
             f"{config.rampup_begin_step + 1} on: give rampup_step=, the number of steps over which the list is spread",
             RuntimeWarning,
             stacklevel=5,
@@ -118,4 +118,4 @@ def make_config(options: dict[str, Any], *, algorithm: str = "dgc", owner: str |
 def leaves_zeros(config: DGCConfig) -> bool:
     """Return whether most entries of a compressor's results may be exactly 0."""
     row = compressor_class(config.algorithm)
-    return row.sends_entries and (not row.scheduled or any(config.sparsity))
+    return row.sends_entries and (not row.scheduled or any(config.sparsities))

@@ -85,6 +85,6 @@ def make_plans(layout: Layout, config: DGCConfig, kernels: Kernels, transport: T
 
     made = [plans_of(bucket) for bucket in layout.buckets]
     for plans in made:
-        for sparsity in config.sparsity:
+        for sparsity in config.sparsities:
             _ = plans[1.0 - sparsity]
     return made

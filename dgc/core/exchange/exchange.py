@@ -58,7 +58,7 @@ class Exchange:
     ) -> None:
         self.layout, self.config, self.transport = layout, config, transport
         self.kernels = kernels = kernels.for_exchange()
-        self.schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+        self.schedule = Schedule(config.sparsities, config.rampup_begin_step, config.rampup_step)
         plans = make_plans(layout, config, kernels, transport)
         self.state = State(layout, kernels.memory, config.own_share(transport.size), [each.stripes for each in plans])
         self.stats = Stats()
@@ -81,7 +81,7 @@ class Exchange:
 
     def ways(self) -> str:
         """Say how buckets are exchanged after the ramp-up: "gathered", "owners", "dense sum", or how many of each."""
-        plans = [each.plans[1.0 - self.config.sparsity[-1]] for each in self._buckets]
+        plans = [each.plans[1.0 - self.config.sparsities[-1]] for each in self._buckets]
         count = collections.Counter(plan.way for plan in plans)
         return ", ".join(f"{way}: {n}" for way, n in sorted(count.items())) if len(count) > 1 else plans[0].way
 

@@ -5,7 +5,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, loss_of, make_model, on_every_rank
-from ddp_tools import LEFT, dense, hooked, train
+from ddp_tools import LEFT, adamw, dense, hooked, train
 from torch.distributed.algorithms.join import Join
 from worker_tools import case
 
@@ -58,6 +58,31 @@ def join_in_the_middle_of_an_accumulation(feedback):
     train(model, optimizer, 5, start=30)
     state.compression.average()
     assert_identical(model)
+
+
+@case(counts=((6, 3), (6, 6), (1, 6)))
+def with_step_ahead_each_pass_within_join_needs_a_step(counts):
+    """An accumulation without no_sync() is an error on all ranks; outside of Join it works."""
+    model, optimizer, state = hooked(make_model(), adamw, {"sparsity": 0.9})
+
+    def accumulate(count):
+        for step in range(count):
+            loss_of(model, step).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def within_join():
+        with Join([model, state]):
+            accumulate(counts[dist.get_rank()])
+
+    accumulate(4)
+    with Join([model, state]):
+        train(model, optimizer, 1 + 2 * dist.get_rank())
+    accumulate(4)
+    state.compression.average()
+    assert_identical(model)
+    on_every_rank(dgc.ConfigError, r"put all passes but the last one before step\(\) in model.no_sync\(\)", within_join)
 
 
 @case(momentum=(0.0, 0.9))

@@ -22,7 +22,7 @@ TRANSPORT = SimpleNamespace(rank=0, size=2, name="none", has_alltoall=False)
 def encoders(config, specs=None, kernels=None):
     layout = make_layout(specs or parameters(), config)
     made = [
-        plans[1.0 - config.sparsity[-1]]
+        plans[1.0 - config.sparsities[-1]]
         for plans in make_plans(layout, config, kernels or ReferenceKernels(), TRANSPORT)
     ]
     return layout, [plan.encoder for plan in made if plan.encoder.ks]

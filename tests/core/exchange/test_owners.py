@@ -456,7 +456,7 @@ def test_it_says_which_exchange_was_chosen(ranks, options, way):
 @pytest.mark.parametrize("options", [{"bucket_bytes": 2000}, {"exchange": "gather"}], ids=str)
 def test_only_a_bucket_with_owners_holds_w(options):
     def rank(exchange, _):
-        plans = [bucket.plans[1 - exchange.config.sparsity[-1]] for bucket in exchange._buckets]
+        plans = [bucket.plans[1 - exchange.config.sparsities[-1]] for bucket in exchange._buckets]
         return [
             (plan.way == "owners", state.w.size > 0) for plan, state in zip(plans, exchange.state.buckets, strict=True)
         ]

@@ -133,7 +133,7 @@ def paper(ranks, options, steps):
         momentum=config.momentum,
         begin=config.rampup_begin_step,
         rampup_step=config.rampup_step,
-        sparsity=config.sparsity,
+        sparsity=config.sparsities,
         nesterov=config.nesterov,
         clip=config.local_grad_clip_norm,
         l2=[config.weight_decay or 0.0] * len(specs),
