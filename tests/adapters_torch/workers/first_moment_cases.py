@@ -332,8 +332,9 @@ class Lion(torch.optim.Optimizer):
 @case
 def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
     for make, options, told in (
-        (torch.optim.AdamW, {}, 1),
-        (Lion, {}, 1),
+        (torch.optim.AdamW, {}, 0),
+        (torch.optim.AdamW, {"error_feedback": "classic"}, 1),
+        (Lion, {"sparsity": 0.999}, 1),
         (torch.optim.RMSprop, {"sparsity": 0.999}, 1),
         (torch.optim.AdamW, {"steps": 100_000, "error_feedback": "classic"}, 0),
         (torch.optim.AdamW, {"sparsity": 0.95}, 0),
