@@ -69,7 +69,8 @@ def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
     if config.is_thin:
         warnings.warn(
             f"{optimizer} does not move an entry in proportion to its gradient. When only "
-            f"{1 - config.sparsities[-1]:.2%} of the entries are sent, it learns far less than in dense training. Give "
+            f"{1 - config.sparsities[-1]:.2%} of the entries are sent, it learns less than in dense training, and far "
+            "less with classic error feedback or many ranks. Give "
             "Compression.dgc(steps=N), which chooses a density for a training of N optimizer steps",
             RuntimeWarning,
             stacklevel=4,

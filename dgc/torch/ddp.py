@@ -19,7 +19,7 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,7 @@ class CompressionState(Joinable):
         self._group = process_group
         self._optimizer: torch.optim.Optimizer | None = None
         self._front_end: DDPFrontEnd | None = None  # stays None in a job of one process, and with step-ahead
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         if optimizer is not None:
             self.bind(optimizer)
 
@@ -137,6 +138,7 @@ class CompressionState(Joinable):
         if self._front_end is None:
             if isinstance(engine := self.compression.engine, StepAheadEngine):
                 engine.require_own(bucket.parameters())
+                self._require_in_join(engine)
                 if engine.in_join and engine.passes and bucket.index() == 0:
                     engine.fail(
                         ConfigError(
@@ -150,6 +152,12 @@ class CompressionState(Joinable):
         else:
             self._front_end.hand_over(bucket, future)
         return future
+
+    def _require_in_join(self, engine: StepAheadEngine) -> None:
+        """Require that a ``Join`` with the model has this state, too. A rank without data would not exchange."""
+        model = self._model()
+        if model is not None and model._join_config.enable and not self._join_config.enable:
+            engine.fail(ConfigError("a rank without data would miss the others' updates: use Join([model, state])"))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -231,7 +239,7 @@ class _StepAheadJoin(JoinHook):
 
     @override
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._engine.in_join = False
+        self._engine.end_join()
 
 
 class _Update(JoinHook):
@@ -270,6 +278,7 @@ def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compressi
     (wrapped,) = found
     state = CompressionState(compression, optimizer, wrapped.module.named_parameters(), wrapped.process_group)
     wrapped.register_comm_hook(state, compression_hook)
+    state._model = weakref.ref(wrapped)
     return state
 
 

@@ -264,7 +264,8 @@ class DistributedTransport(FrameworkTransport):
         except (RuntimeError, ValueError) as error:
             raise TransportError(
                 f"a collective of torch.distributed failed: {error}. A rank has ended, or is in another call: all "
-                "ranks must call save_checkpoint(), load_checkpoint() and average(), not only rank 0"
+                "ranks must make equal numbers of steps, and call save_checkpoint(), load_checkpoint() and average(), "
+                "not only rank 0"
             ) from error.with_traceback(None)
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class StepAheadEngine(StepAheadBase):
                 config,
                 self.between,
                 self._tensors.kernels,
-                rescales=not isinstance(optimizer, torch.optim.SGD),
+                rescales=_rescales(optimizer),
                 convert=self._convert,
                 rounding=self._rounding,
             )
@@ -86,6 +86,11 @@ class StepAheadEngine(StepAheadBase):
         self._agree_on_options()
         self._agree_on_tensors(build)
         self._ids = {id(p) for p in self.parameters}
+        self._follow(optimizer)
+        follow_steps(_before_any_step, _after_any_step)
+        _engines.add(self)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         # A GradScaler lets an optimizer with this attribute step also after an overflow: see _unscale().
         self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)  # a fused optimizer does it
@@ -93,8 +98,6 @@ class StepAheadEngine(StepAheadBase):
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
             self._forget = weakref.finalize(self, _forget_scaling, self._optimizer)
             self._forget.atexit = False
-        follow_steps(_before_any_step, _after_any_step)
-        _engines.add(self)
 
     # -- around step() -------------------------------------------------------------------------------------------------
 
@@ -132,6 +135,9 @@ class StepAheadEngine(StepAheadBase):
         if not self._stepping:
             self._kept = [(p, p.detach().clone()) for p in self.parameters]  # decay would move them
             return
+        if optimizer is not self._optimizer() and not hasattr(optimizer, "skip_synchronize"):
+            self._require_like_the_first(optimizer)
+            self._follow(optimizer)
         self._is_scaled |= _unscale(optimizer, divides=self._unscales)
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -151,6 +157,15 @@ class StepAheadEngine(StepAheadBase):
         with self._told():
             # A sum of arrays on a device is waited for once.
             self._edited = bool(sum(self.ahead.is_edited(i, self._read(p)) for i, p in enumerate(self._places())))
+
+    def _require_like_the_first(self, optimizer: torch.optim.Optimizer) -> None:
+        if _rescales(optimizer) != (self.ahead.noise is not None):
+            self.fail(
+                ConfigError(
+                    f"{type(optimizer).__name__} steps parameters whose compressor was built for another kind of "
+                    "optimizer: wrap the module in a new DDP or dgc.DistributedOptimizer, with a new compressor"
+                )
+            )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange what the optimizer has changed, once for each of its steps."""
@@ -313,6 +328,16 @@ class StepAheadEngine(StepAheadBase):
             self._start()
         self._exchange_updates(None, Flags.JOINED)
 
+    def end_join(self) -> None:
+        """Average the parameters at the end of torch's ``Join``. Collective.
+
+        DDP has given every rank the parameters of the last one, in which this rank's unsent updates are missing.
+        """
+        self.in_join = False
+        if self.ahead.shared:
+            self._write_shared()
+            self.average()
+
     def join(self) -> int:
         """Take part in the other ranks' steps without data, until all ranks have joined. Collective.
 
@@ -367,6 +392,10 @@ def _decays(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
         decay = float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decoupled else 0.0
         found.update((id(p), decay) for p in group["params"] if p.grad is not None)  # others do not decay
     return [found.get(id(p), 0.0) for p in parameters]
+
+
+def _rescales(optimizer: torch.optim.Optimizer) -> bool:
+    return not isinstance(optimizer, torch.optim.SGD)
 
 
 def require_no_other(named: Named) -> None:

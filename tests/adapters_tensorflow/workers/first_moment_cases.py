@@ -208,7 +208,7 @@ def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
         (keras.optimizers.AdamW, {"steps": 1200}, 0),
         (keras.optimizers.SGD, {}, 0),
     ):
-        with m.warned("it learns far less") as texts:
+        with m.warned("it learns less") as texts:
             _, _, compression = by_tape(make, options, graph=False, steps=1)
         assert len(texts) == (told if hvd.rank() == 0 else 0), (make, options)
         if "steps" in options:

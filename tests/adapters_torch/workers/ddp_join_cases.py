@@ -4,10 +4,19 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, loss_of, make_model, on_every_rank
+from adapters_torch.torchrun_tools import (
+    EXACT,
+    assert_close,
+    assert_identical,
+    loss_of,
+    make_model,
+    on_every_rank,
+)
 from ddp_tools import LEFT, adamw, dense, hooked, train
+from torch import nn
 from torch.distributed.algorithms.join import Join
-from worker_tools import case
+from torch.nn.parallel import DistributedDataParallel
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
 
@@ -83,6 +92,44 @@ def with_step_ahead_each_pass_within_join_needs_a_step(counts):
     state.compression.average()
     assert_identical(model)
     on_every_rank(dgc.ConfigError, r"put all passes but the last one before step\(\) in model.no_sync\(\)", within_join)
+
+
+@case(feedback=("step-ahead", "late"))
+def at_the_end_of_join_unsent_updates_of_all_ranks_count(feedback):
+    """Each rank moves a row of its own; with a small rate Adam moves it by that rate in each step."""
+    module = nn.Linear(64, 64, bias=False)
+    nn.init.zeros_(module.weight)
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    options = {"sparsity": 0.999, **FEEDBACK[feedback]}
+    state = dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(**options)))
+    rank = dist.get_rank()
+    with Join([model, state]):
+        for _ in range(20 + rank):
+            optimizer.zero_grad()
+            model(torch.ones(1, 64))[:, rank].sum().backward()
+            optimizer.step()
+    assert_identical(model)
+    moved = (-module.weight.detach().mean(1)[:2]).tolist()
+    assert 0.8 < moved[0] / moved[1] < 1.2, moved
+
+
+@case
+def join_without_the_state_is_refused_with_step_ahead():
+    model = DistributedDataParallel(make_model())
+    optimizer = adamw(model)
+    state = dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(sparsity=0.9)))
+    with Join([model, state]):
+        train(model, optimizer, 2 + 3 * dist.get_rank())
+    train(model, optimizer, 2, start=20)
+    other = DistributedDataParallel(make_model())
+    dgc.ddp.register(other, optimizer := adamw(other), close_later(dgc.Compression.dgc(sparsity=0.9)))
+
+    def uneven():
+        with Join([other]):
+            train(other, optimizer, 3 + 4 * dist.get_rank())
+
+    on_every_rank(dgc.ConfigError, r"use Join\(\[model, state\]\)", uneven)
 
 
 @case(momentum=(0.0, 0.9))

@@ -257,6 +257,28 @@ def a_gradient_that_overflows_on_one_rank_is_skipped_there(front):
 
 
 @case(front=FRONTS)
+def a_new_optimizer_of_the_same_parameters_goes_on(front):
+    """As for fine-tuning: also with a GradScaler and an overflow on one rank."""
+    run = Run(front, adamw, **SPARSE).train(range(3))
+    run.optimizer = torch.optim.AdamW(run.module.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(6):
+        run.optimizer.zero_grad()
+        scaler.scale(loss_of(run.model, step)).backward()
+        if step == 3 and dist.get_rank() == 1:
+            next(run.module.parameters()).grad[0] = torch.inf
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert gathered(scaler.get_scale()) == [2.0**10, 2.0**9]
+    assert_shared(run)
+    run.compression.average(run.optimizer)
+    assert_identical(run.module)
+    run.optimizer = sgd(run.module)
+    run.backward(9)
+    on_every_rank(dgc.ConfigError, "another kind of optimizer: wrap the module in a new DDP", run.optimizer.step)
+
+
+@case(front=FRONTS)
 def a_scaled_loss_changes_nothing(front):
     """A GradScaler's scale is divided out before the optimizer's step."""
     models = []
