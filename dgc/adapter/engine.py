@@ -213,6 +213,11 @@ class EngineBase(abc.ABC):
         """How the latest results were applied: "sparse" (entry by entry), "dense" with a reason, or not known yet."""
         return "dense"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return not self._is_closed
+
     def require_open(self, what: str) -> None:
         """Refuse, after close(), a call that needs the other ranks."""
         if self._is_closed:

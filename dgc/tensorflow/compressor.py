@@ -118,6 +118,9 @@ class DGCCompressor(HorovodCompressor):
         if self._pending is not None:
             first = self._pending[0]
             self.names = (first if isinstance(first, Mapping) else first[0]).get("names", self.names)
+        with tf.init_scope():  # Keras may be tracing a graph
+            for former in step_ahead_engines(variables):
+                former.average()  # what it has not sent would be lost
         self._bind(
             process_set,
             lambda transport: self.open_engine(list(variables), optimizer, transport, process_set),
@@ -130,7 +133,7 @@ class DGCCompressor(HorovodCompressor):
                 warn_of_thin_updates(type(own).__name__, self.config)
         if self.engine is None and len(self.names) != len(variables):
             self.names = unique_names(variables)
-        for variable in variables[:1]:  # the model must keep its compressor alive, because graphs do not
+        for variable in variables:  # the model must keep its compressor alive, because graphs do not
             raw_variable(variable)._dgc_compressor = self
 
     def open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
@@ -162,6 +165,12 @@ class DGCCompressor(HorovodCompressor):
         super().close()
         if self.adoption is not None:
             self.adoption.give_back()
+
+
+def step_ahead_engines(variables: Sequence[Variable]) -> list[StepAheadEngine]:
+    """Return the engines that exchange updates of these variables, for the present optimizer or a former one."""
+    found = {id(c): c.engine for v in map(raw_variable, variables) if (c := getattr(v, "_dgc_compressor", None))}
+    return [each for each in found.values() if isinstance(each, StepAheadEngine) and each.is_open]
 
 
 class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCompressor]):

@@ -105,11 +105,6 @@ class StepAheadEngine(StepAheadBase):
         """Return whether an optimizer steps some of the parameters."""
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it was not closed."""
-        return not self._is_closed
-
     def require_own(self, parameters: Sequence[torch.Tensor]) -> None:
         """Require that the compressor is open, and that these parameters are its own.
 
@@ -117,7 +112,7 @@ class StepAheadEngine(StepAheadBase):
             TransportError: it was closed: each rank would train on its own gradients.
             LayoutError: a parameter has another optimizer. All ranks raise an error.
         """
-        if self._is_closed:
+        if not self.is_open:
             raise TransportError("this compressor was closed; build a new one")
         if (other := next((p for p in parameters if id(p) not in self._ids), None)) is not None:
             self.fail(
@@ -401,7 +396,7 @@ def _rescales(optimizer: torch.optim.Optimizer) -> bool:
 def require_no_other(named: Named) -> None:
     """Refuse parameters whose updates are exchanged already."""
     ids = {id(p) for _, p in named}
-    if any(not each._is_closed and not ids.isdisjoint(each._ids) for each in list(_engines)):
+    if any(each.is_open and not ids.isdisjoint(each._ids) for each in list(_engines)):
         raise ConfigError(
             "these parameters' updates are exchanged already, by another compressor: use one of them, once, or close() "
             "the other one first"

@@ -12,6 +12,8 @@ import tensorflow as tf
 from dgc.adapter.transport_choice import require_all_or_none
 from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import KERAS3, Optimizer, family, optimizer_variables
+from dgc.tensorflow.compressor import step_ahead_engines
+from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.horovod import HOROVOD, broadcast_in_order, import_horovod, is_alone
 from dgc.tensorflow.join import end_together
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
@@ -99,8 +101,11 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         engine, compression = reducer.engine, reducer.compression
         members = HOROVOD.of(reducer.process_set).members if compression is None else reducer.members
         members = members or import_horovod().global_process_set
+        engines: list[Engine] = [*step_ahead_engines(self.model.variables)]  # also those of former optimizers
+        if engine is not None and engine not in engines:
+            engines.append(engine)
         own = {
-            "changed": engine is not None and engine.was_changed(),
+            "changed": any([each.was_changed() for each in engines]),  # a list, so that each forgets what it has seen
             "missing": list(reducer.missing),
             "has compressor": compression is not None,
             "has exchanged": engine is not None,
@@ -120,8 +125,10 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             build(self.model.trainable_variables)
         # A variable may be in the model's list and in the optimizer's; it must not be sent twice.
         of_model, reducer = _by_identity(self.model.variables), reducer_of(optimizer) or Reducer()
-        if reducer.compression is not None and not was_loaded:
-            reducer.compression.average(optimizer)  # so that no rank loses what it has not sent, or its moments
+        if not was_loaded:
+            for engine in step_ahead_engines(list(of_model.values())):
+                # So that no rank loses what it has not sent, or its moments.
+                engine.average(optimizer if engine is reducer.engine else None)
         broadcast_in_order(list(of_model.values()), self._root_rank, None)
         members = reducer.members
         if members is None or members.included():

@@ -205,6 +205,24 @@ def a_second_fit_with_a_new_callback_loses_nothing():
     assert_average(model)
 
 
+@case(broadcast=(True, False), freeze=(True, False))
+def compiling_a_new_optimizer_loses_nothing(broadcast, freeze):
+    """As for fine-tuning: the former optimizer's unsent updates of all ranks count."""
+    model = made("adamw", eager=False)
+    m.fit(model, 8, callbacks=[ROOT(0)])
+    mean = [np.asarray(hvd.allreduce(tf.constant(w), name="mean")) for w in model.get_weights()]
+    if freeze:
+        model.layers[0].trainable = False
+    model = made("adamw", {**SPARSE, "sparsity": 0.9}, model=model, eager=False)
+    model.optimizer.learning_rate = 0.0
+    m.fit(model, 2, 8, callbacks=[ROOT(0)] if broadcast else [])
+    m.assert_close(model.get_weights(), mean, 1e-5)
+    m.assert_replicas(model.get_weights())
+    model.optimizer.learning_rate = 1e-2
+    m.fit(model, 4, 10)
+    assert_average(model)
+
+
 @case
 def a_load_between_two_fits_begins_anew():
     model, callback = made(), ROOT(0)
