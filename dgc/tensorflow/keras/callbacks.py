@@ -101,7 +101,8 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         engine, compression = reducer.engine, reducer.compression
         members = HOROVOD.of(reducer.process_set).members if compression is None else reducer.members
         members = members or import_horovod().global_process_set
-        engines: list[Engine] = [*step_ahead_engines(self.model.variables)]  # also those of former optimizers
+        variables = self.model.variables if getattr(self.model, "built", False) else []
+        engines: list[Engine] = [*step_ahead_engines(variables)]  # also those of former optimizers
         if engine is not None and engine not in engines:
             engines.append(engine)
         own = {
