@@ -179,6 +179,14 @@ class DGCConfig:
         names = ("momentum", "nesterov", "weight_decay", "momentum_masking", "local_grad_clip_norm")
         return [name for name in names if getattr(self, name) is not None]
 
+    def _may_step_ahead(self) -> bool:
+        """Return whether the options leave the choice, and need nothing that only classic error feedback has.
+
+        If everything is sent, gradients are averaged, which equals dense training; averaged updates do not.
+        """
+        needs_classic = self._classic_options() or self.op == "sum" or self.hierarchical or not any(self.sparsities)
+        return self.error_feedback == "auto" and not needs_classic
+
     @property
     def sparsities(self) -> tuple[float, ...]:
         """The sparsities that are used one after another."""
@@ -197,8 +205,7 @@ class DGCConfig:
         """
         if not adaptive or self.algorithm != "dgc":
             return dataclasses.replace(self, sparsity=self.sparsities)
-        takes_classic = self._classic_options() or self.op == "sum" or self.hierarchical or not any(self.sparsities)
-        ahead = self.steps_ahead or (steps_ahead and self.error_feedback == "auto" and not takes_classic)
+        ahead = self.steps_ahead or (steps_ahead and self._may_step_ahead())
         chosen = dataclasses.replace(self, error_feedback="step-ahead") if ahead else self
         # With more entries at the beginning, training does not stay on a plateau: see benchmarks/results/README.md.
         # The first sparsity holds for half of the ramp-up.

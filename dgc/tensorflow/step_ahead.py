@@ -91,15 +91,9 @@ class StepAheadEngine(StepAheadBase, Engine):
             results = [self._pool.take(i) for i in range(len(after))]
             values = [result.reshape(-1) for result in results]
             _copy(before, values)
-        if not self.ahead.shared:
-            try:
-                begins = self._start(values)
-            except Exception:
-                self._write(values)  # the model as it was before the optimizer's step
-                raise
-            if not begins:
-                _copy(after, values)
-                return results
+        if not self.ahead.shared and not self._start(values):
+            _copy(after, values)
+            return results
         with self._told():
             edited = any(self.ahead.is_edited(i, p) for i, p in enumerate(values))
             _copy(after, values)
@@ -128,7 +122,9 @@ class StepAheadEngine(StepAheadBase, Engine):
         """Make the values the shared ones, if they are equal on all ranks. Collective.
 
         Keras may broadcast the variables after the first step. So in that step return False if the ranks differ.
+        After an error the model has these values, which are those before the optimizer's step.
         """
+        self._write(values)
         agree_or_raise(self.transport, self.adoption.constant_options, "the optimizer's options", advice=EQUAL)
         try:
             require_replicas(

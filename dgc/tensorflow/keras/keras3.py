@@ -126,24 +126,25 @@ class _Distributed(HasReducer, keras.optimizers.Optimizer):
 
     def _hold(self, reducer: Reducer) -> None:
         compression, inner = reducer.compression, self.inner_optimizer
-        ahead = compression is not None and compression.config.steps_ahead
-        has_own_end = inner.use_ema or type(inner)._apply_weight_decay is not _DECAY
-        if ahead and has_own_end:
-            raise ConfigError(
+        obstacle = None
+        if inner.use_ema or type(inner)._apply_weight_decay is not _DECAY:
+            obstacle = (
                 "error_feedback='step-ahead' takes neither use_ema= nor an optimizer with a weight decay of its own: "
                 "leave error_feedback out"
             )
-        if ahead and inner.gradient_accumulation_steps:
-            raise ConfigError(
+        elif inner.gradient_accumulation_steps:
+            obstacle = (
                 "with error_feedback='step-ahead' pass backward_passes_per_step= to DistributedOptimizer instead of "
                 "gradient_accumulation_steps= to the optimizer: so only whole steps are exchanged"
             )
+        if obstacle is not None and compression is not None and compression.config.steps_ahead:
+            raise ConfigError(obstacle)
         if reducer.passes > 1 and inner.gradient_accumulation_steps:
             raise ConfigError(
                 "both backward_passes_per_step and the optimizer's gradient_accumulation_steps are set; choose one"
             )
         self.use_reducer(reducer)
-        reducer.adopt(inner, steps_ahead=not (has_own_end or inner.gradient_accumulation_steps))
+        reducer.adopt(inner, steps_ahead=obstacle is None)
         for name in _USERS:
             self.__dict__.pop(name)
         self._complete = True
