@@ -301,8 +301,9 @@ def test_step_ahead_beside_dense_and_classic():
         assert said[name] == [losses, f"{found[setting][0]['fewer']:.0f}"], name
     rows = rows_of("step-ahead-gpt-no-steps")
     without = {
-        "step-ahead without `steps=`: 0.1 % of the entries": "ahead,density=0.001",
-        "classic without `steps=`": "classic",
+        "step-ahead without `steps=`; first, second, third and sixth seed": "ahead,steps=0",
+        "step-ahead with `sparsity=0.999`": "ahead,density=0.001",
+        "classic with `sparsity=0.999`": "classic",
     }
     for name, setting in without.items():
         chosen = [row for row in rows if row["setting"] == setting]
@@ -324,6 +325,7 @@ def test_step_ahead_beside_dense_and_classic():
     for name, words, among in (
         ("a GPT of 10.8 M", ("dense", "ahead", "steps"), [row for row in large if row["steps"] == 600]),
         ("a GPT of 19.5 M", ("dense", "ahead", CLASSIC), [row for row in largest if row["steps"] == 400]),
+        ("the small GPT, 2,000 steps", ("dense", "ahead,steps=0"), longer := rows_of("step-ahead-gpt-2000")),
         ("the small GPT with Lion", ("dense", "ahead"), rows_of("step-ahead-gpt-64-lion")),
         ("the small GPT, resumed", ("dense", "ahead,saved=1"), [row for row in small if row["seed"] == 0]),
     ):
@@ -335,6 +337,7 @@ def test_step_ahead_beside_dense_and_classic():
     ):
         three = [rows_of(f"step-ahead-gpt-64-{name}") for name in ("rmsprop", "adafactor", "muon")]
         assert numbers(cell) == [round(r["loss"], 3) for rows in three for r in rows if r["setting"] == setting]
+    assert f"2,000 steps without `steps=` ({longer[1]['fewer']:.0f} times fewer bytes)" in text_of("docs/results.md")
     readme = text_of("README.md")
     both = {
         word: [row for row in large if (row["setting"], row["steps"]) == (word, 600)] for word in ("dense", "ahead")
@@ -375,6 +378,7 @@ def test_step_ahead_on_more_than_two_ranks():
         assert f"{share}, {fewer} times fewer bytes, and" in page
     assert f"ends {behind[4]['ahead']} % behind dense on average; **on eight ranks**" in page
     assert f"and {behind[8]['ahead']} % behind. What is left" in page
+    assert f"**With 0.1 %** four ranks end {float(behind[4]['ahead,density=0.001']):.0f} % behind" in page
     same, as_on_two, larger = (behind[4][word] for word in ("ahead", "ahead,density=0.1/0.02", "ahead,density=0.1"))
     said = (
         f"{same} % behind with 3.5 % in all steps, {as_on_two} % with the densities for two ranks, and {larger} % with"
