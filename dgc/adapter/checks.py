@@ -67,11 +67,12 @@ def check_predivide(factor: object, op_name: str) -> None:
 def warn_of_thin_updates(optimizer: str, config: DGCConfig) -> None:
     """Warn if an adaptive optimizer would learn little because few entries are sent. Call it on one rank."""
     if config.is_thin:
+        remedy = "Leave sparsity= out, or give" if config.steps_ahead else "Give"
         warnings.warn(
             f"{optimizer} does not move an entry in proportion to its gradient. When only "
             f"{1 - config.sparsities[-1]:.2%} of the entries are sent, it learns less than in dense training, and far "
-            "less with classic error feedback or many ranks. Give "
-            "Compression.dgc(steps=N), which chooses a density for a training of N optimizer steps",
+            f"less with classic error feedback or many ranks. {remedy} Compression.dgc(steps=N), which chooses a "
+            "density for a training of N optimizer steps",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -65,8 +65,8 @@ class DGCConfig:
     """
 
     # The share of entries that are held back in a step. A list gives the shares to use one after another during the
-    # ramp-up. None: 0.999 or, for an adaptive optimizer with step-ahead error feedback, 0.9 in the first 1,000 steps
-    # and 0.98 later; on three and four ranks 0.965, and on more 0.9 in all steps.
+    # ramp-up. None: 0.999. With step-ahead error feedback and an adaptive optimizer, None is 0.9 in the first 1,000
+    # steps and 0.98 later on two ranks, 0.965 on three and four, and 0.9 on more.
     sparsity: tuple[float, ...] | None = None
     # The number of optimizer steps in the training; dgc chooses the sparsity for it.
     steps: int | None = None
@@ -180,7 +180,7 @@ class DGCConfig:
         return [name for name in names if getattr(self, name) is not None]
 
     def _may_step_ahead(self) -> bool:
-        """Return whether the options leave the choice, and need nothing that only classic error feedback has.
+        """Return whether the user has left the choice to dgc, with no option that only classic error feedback has.
 
         If everything is sent, gradients are averaged, which equals dense training; averaged updates do not.
         """
@@ -200,8 +200,9 @@ class DGCConfig:
     def suited(self, adaptive: bool, *, steps_ahead: bool = False) -> DGCConfig:
         """Return the config for an optimizer.
 
-        An adaptive optimizer gets step-ahead error feedback if the adapter can exchange updates (``steps_ahead``). With
-        step-ahead or the option ``steps`` it gets a larger density; :meth:`on_ranks` chooses that of step-ahead.
+        An adaptive optimizer gets step-ahead error feedback if the adapter can exchange updates (``steps_ahead``). If
+        the user gives no sparsity, :meth:`on_ranks` chooses it then, which a sparsity of None stands for. With classic
+        error feedback, the option ``steps`` gives an adaptive optimizer a larger density.
         """
         if not adaptive or self.algorithm != "dgc":
             return dataclasses.replace(self, sparsity=self.sparsities)
@@ -210,7 +211,7 @@ class DGCConfig:
         # With more entries at the beginning, training does not stay on a plateau: see benchmarks/results/README.md.
         # The first sparsity holds for half of the ramp-up.
         rampup_step = 2 * AHEAD_FIRST_STEPS if self.steps is None else max(1, 2 * self.steps // 5)
-        if ahead and (self.steps is not None or self.sparsity is None):
+        if ahead and (self.steps is not None or self.sparsity is None):  # with steps, it is that of of_steps()
             return dataclasses.replace(chosen, sparsity=None, rampup_step=rampup_step)
         if self.steps is None:
             return dataclasses.replace(chosen, sparsity=self.sparsities)
@@ -317,7 +318,7 @@ def of_steps(steps: int | None = None, **options: Any) -> dict[str, Any]:
     if steps is None:
         return options
     require_integer("steps", steps := plain(steps), 1)
-    if both := {"sparsity", "rampup_step"} & options.keys():
+    if both := {name for name in ("sparsity", "rampup_step") if options.get(name) is not None}:
         raise ConfigError(f"steps={steps} chooses the sparsity: give steps or {' and '.join(sorted(both))}, not both")
     density = min(1 / 64, max(0.001, 100 / steps))
     return {**options, "sparsity": 1.0 - density, "steps": steps}

@@ -188,7 +188,7 @@ class StepAhead:
     def step(
         self, values: Sequence[Array], gradients: Sequence[Array | None], decays: Sequence[float],
         sent: Sequence[Array], arrays: Sequence[Array], *, late: bool = False, ready: Any = None,
-        edited: bool = False, joins: int = 0, learning_rates: tuple[float, ...] = (),
+        edited: bool = False, joins: int = 0, learning_rates: tuple[float, ...] = (), rescales: bool = True,
     ) -> None:  # fmt: skip
         """Exchange the updates of one optimizer step, and write the new p, also after an error.
 
@@ -204,12 +204,13 @@ class StepAhead:
                 any rank, theta becomes the mean of p, and nothing is left to send.
             joins: see :class:`~dgc.core.exchange.step.StepOptions`.
             learning_rates: those of the optimizer's groups, which must be equal on all ranks.
+            rescales: whether this optimizer divides by the size of its gradients, if the first one does.
 
         Raises:
             ConfigError: ranks disagree, or an update was not finite on some rank. No rank has taken it.
             DGCError: this rank or another one failed.
         """
-        scales = None if self.noise is None or edited else self.noise.scales()
+        scales = self.noise.scales() if self.noise is not None and rescales and not edited else None
         try:
             try:
                 if self.exchange.in_step:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dgc.adapter.agreement import tell_error
+from dgc.adapter.agreement import gather_if_different, tell_error
 from dgc.adapter.checks import checked_tensors, require_momentum_source, warn_of_sparsity, warn_of_thin_updates
 from dgc.adapter.compressor import CompressionBase
 from dgc.core.checks import as_loss_scale, brief
@@ -118,9 +118,6 @@ class DGCCompressor(HorovodCompressor):
         if self._pending is not None:
             first = self._pending[0]
             self.names = (first if isinstance(first, Mapping) else first[0]).get("names", self.names)
-        with tf.init_scope():  # Keras may be tracing a graph
-            for former in step_ahead_engines(variables):
-                former.average()  # what it has not sent would be lost
         self._bind(
             process_set,
             lambda transport: self.open_engine(list(variables), optimizer, transport, process_set),
@@ -144,6 +141,13 @@ class DGCCompressor(HorovodCompressor):
             tell_error(transport, error)
             raise
         assert self.adoption is not None
+        former = [each for each in step_ahead_engines(variables) if each.transport.size == transport.size]
+        # Ranks differ if one of them has loaded another model.
+        if gather_if_different(transport, {"former": [each.identity() for each in former]}) is None:
+            with tf.init_scope():  # Keras may be tracing a graph
+                for each in former:
+                    each.average()  # what it has not sent would be lost
+                    each.was_changed()  # so that this change is no load
         self.config = self.config.on_ranks(transport.size)
         kind = StepAheadEngine if self.config.steps_ahead else Engine
         return kind(
@@ -170,7 +174,8 @@ class DGCCompressor(HorovodCompressor):
 def step_ahead_engines(variables: Sequence[Variable]) -> list[StepAheadEngine]:
     """Return the engines that exchange updates of these variables, for the present optimizer or a former one."""
     found = {id(c): c.engine for v in map(raw_variable, variables) if (c := getattr(v, "_dgc_compressor", None))}
-    return [each for each in found.values() if isinstance(each, StepAheadEngine) and each.is_open]
+    engines = [each for each in found.values() if isinstance(each, StepAheadEngine)]
+    return [each for each in engines if each.is_open and not each.exchange.has_failed]
 
 
 class TensorFlowCompression(CompressionBase[Sequence[Variable], Optimizer, DGCCompressor]):

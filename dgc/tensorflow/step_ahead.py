@@ -145,6 +145,10 @@ class StepAheadEngine(StepAheadBase, Engine):
         self.ahead.start(values)
         return True
 
+    def identity(self) -> list[Any]:
+        """Return values that are equal on all ranks of this engine."""
+        return [self.exchange.state.step, self.names]
+
     def average(self, optimizer: Any = None) -> None:
         """Make the variables equal on all ranks, and those of ``optimizer`` if it is given. Collective."""
         self.require_open("average()")

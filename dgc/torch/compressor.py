@@ -34,7 +34,7 @@ from dgc.torch.horovod_optimizer import HorovodCompressor
 from dgc.torch.saved_state import is_of_moment, take_mark
 from dgc.torch.scaler import read_scale
 from dgc.torch.sparse_updates import obstacle_of_sgd
-from dgc.torch.step_ahead import StepAheadEngine
+from dgc.torch.step_ahead import StepAheadEngine, require_no_other
 from dgc.torch.untraced import leave_hooks_untraced
 
 _ADVICE = "model.named_parameters()"
@@ -96,7 +96,9 @@ class DGCCompressor(HorovodCompressor):
                 )
             groups = [] if optimizer is None else optimizer.param_groups
             owned = {id(p) for group in groups for p in group["params"]}
-            require_own_shards([(n, p) for n, p in named if optimizer is None or id(p) in owned], self._job)
+            exchanged = [(n, p) for n, p in named if optimizer is None or id(p) in owned]
+            require_no_other(exchanged)
+            require_own_shards(exchanged, self._job)
 
         def open_engine(transport: Transport) -> Any:
             job = self.job(process_set)

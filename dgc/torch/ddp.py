@@ -90,6 +90,8 @@ class CompressionState(Joinable):
         self._optimizer: torch.optim.Optimizer | None = None
         self._front_end: DDPFrontEnd | None = None  # stays None in a job of one process, and with step-ahead
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._former_join: Any = None  # of the model, from before the registration: torch keeps it after Join has ended
+        self._hook: Callable[[], JoinHook | None] = lambda: None  # with step-ahead, of the Join that is under way
         if optimizer is not None:
             self.bind(optimizer)
 
@@ -139,12 +141,13 @@ class CompressionState(Joinable):
             if isinstance(engine := self.compression.engine, StepAheadEngine):
                 engine.require_own(bucket.parameters())
                 self._require_in_join(engine)
-                if engine.in_join and engine.passes and bucket.index() == 0:
+                joins = self._join_config.enable and self._hook() is not None
+                if joins and engine.passes and bucket.index() == 0:
                     engine.fail(
                         ConfigError(
-                            "no step() between two backward passes within Join, where ranks without data take part "
-                            "in a step after each pass: to add up gradients, put all passes but the last one before "
-                            "step() in model.no_sync()"
+                            "two backward passes without a step() between them, within Join: there a rank without data "
+                            "makes a step after each pass. To add up gradients, call model.no_sync() for each pass "
+                            "that no step() follows"
                         )
                     )
                 engine.passes = True
@@ -156,8 +159,15 @@ class CompressionState(Joinable):
     def _require_in_join(self, engine: StepAheadEngine) -> None:
         """Require that a ``Join`` with the model has this state, too. A rank without data would not exchange."""
         model = self._model()
-        if model is not None and model._join_config.enable and not self._join_config.enable:
-            engine.fail(ConfigError("a rank without data would miss the others' updates: use Join([model, state])"))
+        if model is None or model._join_config is self._former_join:
+            return
+        if model._join_config.enable and not self._join_config.enable:
+            engine.fail(
+                ConfigError(
+                    "Join([model]) lacks the compressor, so a rank without data would miss the others' updates: use "
+                    "Join([model, state])"
+                )
+            )
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -213,7 +223,9 @@ class CompressionState(Joinable):
             raise ConfigError("divide_by_initial_world_size=False: the compressor divides by all ranks; leave it out")
         front_end, engine = self._front_end, self.compression.engine
         if isinstance(engine, StepAheadEngine):
-            return _StepAheadJoin(engine)
+            hook = _StepAheadJoin(engine)
+            self._hook = weakref.ref(hook)  # Join holds it; after an error within Join nobody is told of the end
+            return hook
         if front_end is None or engine is None:
             return JoinHook()
         if callable(engine.exchange.loss_scale):
@@ -229,7 +241,7 @@ class _StepAheadJoin(JoinHook):
 
     def __init__(self, engine: StepAheadEngine) -> None:
         self._engine = engine
-        engine.in_join, engine.passes = True, False
+        engine.passes = False
 
     @override
     def main_hook(self) -> None:
@@ -278,7 +290,7 @@ def register(model: torch.nn.Module, optimizer: torch.optim.Optimizer, compressi
     (wrapped,) = found
     state = CompressionState(compression, optimizer, wrapped.module.named_parameters(), wrapped.process_group)
     wrapped.register_comm_hook(state, compression_hook)
-    state._model = weakref.ref(wrapped)
+    state._model, state._former_join = weakref.ref(wrapped), wrapped._join_config
     return state
 
 

@@ -48,7 +48,6 @@ class StepAheadEngine(StepAheadBase):
     Attributes:
         parameters: the exchanged parameters in registration order.
         passes: whether DDP's hook was called since the last exchange, so that the other ranks will make a step.
-        in_join: whether training is within torch's ``Join``.
     """
 
     what = "parameters"
@@ -61,12 +60,11 @@ class StepAheadEngine(StepAheadBase):
         self.names = []
         self.parameters: list[torch.Tensor] = []
         self._outgoing: list[Result] = []  # with the option late, the memory of updates that are being exchanged
-        self._stepping = self._edited = self._is_scaled = self.passes = self.in_join = False
+        self._stepping = self._edited = self._is_scaled = self.passes = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # values before a step that is not the script's
 
         def build() -> Layout:
             pairs = named()
-            require_no_other(pairs)
             self.names, self.parameters = [n for n, _ in pairs], [p for _, p in pairs]
             self._tensors = compiled(config, lambda: tensors_for(self.parameters), lambda tensors: tensors.kernels)
             on_device = self._tensors.kernels.on_device  # without GPU kernels, all passes through host memory
@@ -86,6 +84,9 @@ class StepAheadEngine(StepAheadBase):
         self._agree_on_options()
         self._agree_on_tensors(build)
         self._ids = {id(p) for p in self.parameters}
+        self._marked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._forget = weakref.finalize(self, _forget_scaling, self._marked)
+        self._forget.atexit = False
         self._follow(optimizer)
         follow_steps(_before_any_step, _after_any_step)
         _engines.add(self)
@@ -93,11 +94,9 @@ class StepAheadEngine(StepAheadBase):
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         # A GradScaler lets an optimizer with this attribute step also after an overflow: see _unscale().
-        self._unscales = not getattr(optimizer, "_step_supports_amp_scaling", False)  # a fused optimizer does it
-        if self._unscales:
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused optimizer unscales by itself
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-            self._forget = weakref.finalize(self, _forget_scaling, self._optimizer)
-            self._forget.atexit = False
+            self._marked.add(optimizer)
 
     # -- around step() -------------------------------------------------------------------------------------------------
 
@@ -133,7 +132,7 @@ class StepAheadEngine(StepAheadBase):
         if optimizer is not self._optimizer() and not hasattr(optimizer, "skip_synchronize"):
             self._require_like_the_first(optimizer)
             self._follow(optimizer)
-        self._is_scaled |= _unscale(optimizer, divides=self._unscales)
+        self._is_scaled |= _unscale(optimizer, divides=optimizer in self._marked)
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if id(p) not in self._ids and p.requires_grad and p.grad is not None:
@@ -154,11 +153,12 @@ class StepAheadEngine(StepAheadBase):
             self._edited = bool(sum(self.ahead.is_edited(i, self._read(p)) for i, p in enumerate(self._places())))
 
     def _require_like_the_first(self, optimizer: torch.optim.Optimizer) -> None:
-        if _rescales(optimizer) != (self.ahead.noise is not None):
+        if _rescales(optimizer) and self.ahead.noise is None:
             self.fail(
                 ConfigError(
-                    f"{type(optimizer).__name__} steps parameters whose compressor was built for another kind of "
-                    "optimizer: wrap the module in a new DDP or dgc.DistributedOptimizer, with a new compressor"
+                    f"{type(optimizer).__name__} steps parameters whose compressor was built for an SGD, and does not "
+                    "know how noisy a rank's gradients are: call reset() and close() of the compressor, and wrap the "
+                    "module in a new DDP or the optimizer in dgc.DistributedOptimizer, with a new compressor"
                 )
             )
 
@@ -243,6 +243,7 @@ class StepAheadEngine(StepAheadBase):
             self.ahead.step(
                 values, gradients, decays, sent, arrays, late=self._config.late,
                 ready=self._tensors.ready(), edited=self._edited, joins=joins, learning_rates=rates,
+                rescales=optimizer is None or _rescales(optimizer),
             )  # fmt: skip
         except Disagreement:  # on all ranks
             shown: dict[str, object] = {f"lr of group {i}": float(f"{rate:.5e}") for i, rate in enumerate(rates)}
@@ -312,8 +313,7 @@ class StepAheadEngine(StepAheadBase):
     @override
     def close(self, keep_transport: bool = False) -> None:
         super().close(keep_transport)
-        if self._unscales:
-            self._forget()
+        self._forget()
 
     # -- ranks without data --------------------------------------------------------------------------------------------
 
@@ -328,7 +328,6 @@ class StepAheadEngine(StepAheadBase):
 
         DDP has given every rank the parameters of the last one, in which this rank's unsent updates are missing.
         """
-        self.in_join = False
         if self.ahead.shared:
             self._write_shared()
             self.average()
@@ -403,9 +402,9 @@ def require_no_other(named: Named) -> None:
         )
 
 
-def _forget_scaling(optimizer: weakref.ref[torch.optim.Optimizer]) -> None:
-    if (living := optimizer()) is not None:
-        living._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+def _forget_scaling(marked: weakref.WeakSet[torch.optim.Optimizer]) -> None:
+    for optimizer in marked:
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def _unscale(optimizer: Any, *, divides: bool) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from dgc.__main__ import main
 from dgc.contrib import bench
-from dgc.contrib.bench import Costs, Found, Link, Phase, Training, measure, predict, traffic_of, training_of
+from dgc.contrib.bench import Costs, Found, Link, Training, measure, predict, traffic_of, training_of
 from dgc.core.compressors import make_config
 from dgc.core.config import Schedule
 from dgc.core.layout import Parameter, make_layout
@@ -200,9 +200,9 @@ def test_a_fixed_time_is_never_negative():
 
 @pytest.mark.parametrize("density", [0.001, 0.05])
 def test_on_many_ranks_the_load_of_owners_hardly_grows_and_that_of_gathering_does(density):
-    config = make_config({})
+    config = make_config({"sparsity": 1 - density})
     layout = make_layout([Parameter(str(i), (1024, 4096), "float32") for i in range(3)], config)
-    training = Training(config, [Phase(density, 1)], "")
+    training = Training(config, 1, "")
     few, many, two = (traffic_of(layout, training, ranks) for ranks in (16, 256, 2))
     dense, half, gathered, owners = many[:, 1] / few[:, 1]
     assert dense == half == pytest.approx(255 / 256 / (15 / 16), rel=0.01)

@@ -325,11 +325,16 @@ class Exchange:
                 "exception ended the step, after reset() on all ranks"
             )
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the latest step has failed, so that the state may hold a part of it."""
+        return self.latest.failure_pending or self.latest.stage is Stage.FAILED
+
     def require_whole(self, what: str) -> None:
         """Refuse to save the state in the middle of a step, or after a failed step: it may hold part of that step."""
         self.require_between_steps(what)
         latest = self.latest
-        if latest.failure_pending or latest.stage is Stage.FAILED:
+        if self.has_failed:
             cause = latest.error or (latest.announced or ["?"])[0]
             raise LayoutError(
                 f"{what} was called after a step that failed ({cause}), of which this rank's momentum and residuals "

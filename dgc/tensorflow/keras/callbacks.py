@@ -18,6 +18,7 @@ from dgc.tensorflow.horovod import HOROVOD, broadcast_in_order, import_horovod, 
 from dgc.tensorflow.join import end_together
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
 from dgc.tensorflow.reduce import Reducer, reducer_of
+from dgc.tensorflow.step_ahead import StepAheadEngine
 from dgc.tensorflow.tensors import Variable, raw_variable
 
 __all__ = [
@@ -73,6 +74,9 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
                 "model; build the model before fit(), for example by model.build(input_shape)"
             )
 
+    # Whether all ranks have the same engines. They do not if one of them has loaded another model.
+    _may_average = True
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast after the first step of a model that had no variables before."""
         self._batch = batch
@@ -101,12 +105,11 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         engine, compression = reducer.engine, reducer.compression
         members = HOROVOD.of(reducer.process_set).members if compression is None else reducer.members
         members = members or import_horovod().global_process_set
-        variables = self.model.variables if getattr(self.model, "built", False) else []
-        engines: list[Engine] = [*step_ahead_engines(variables)]  # also those of former optimizers
-        if engine is not None and engine not in engines:
-            engines.append(engine)
+        engines = self._engines()
+        watched: Sequence[Engine] = engines if engine is None else [engine]
         own = {
-            "changed": any([each.was_changed() for each in engines]),  # a list, so that each forgets what it has seen
+            "changed": any([each.was_changed() for each in watched]),  # a list, so that each forgets what it has seen
+            "averages": [each.identity() for each in engines],
             "missing": list(reducer.missing),
             "has compressor": compression is not None,
             "has exchanged": engine is not None,
@@ -115,7 +118,14 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         }
         ranks = HOROVOD.gather(own, "loaded")
         _refuse_one_sided(ranks)
+        self._may_average = all(rank["averages"] == ranks[0]["averages"] for rank in ranks)
         return any(rank["changed"] for rank in ranks)
+
+    def _engines(self) -> list[StepAheadEngine]:
+        """Return the engines of the model that exchange updates, also those of its former optimizers."""
+        found = step_ahead_engines(self.model.variables) if getattr(self.model, "built", False) else []
+        own = (reducer_of(self.model.optimizer) or Reducer()).engine
+        return [*found, own] if isinstance(own, StepAheadEngine) and own not in found else found
 
     def _broadcast(self, was_loaded: bool = False) -> None:
         if self.broadcast_done or is_alone():
@@ -126,8 +136,8 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             build(self.model.trainable_variables)
         # A variable may be in the model's list and in the optimizer's; it must not be sent twice.
         of_model, reducer = _by_identity(self.model.variables), reducer_of(optimizer) or Reducer()
-        if not was_loaded:
-            for engine in step_ahead_engines(list(of_model.values())):
+        if not was_loaded and self._may_average:
+            for engine in self._engines():
                 # So that no rank loses what it has not sent, or its moments.
                 engine.average(optimizer if engine is reducer.engine else None)
         broadcast_in_order(list(of_model.values()), self._root_rank, None)

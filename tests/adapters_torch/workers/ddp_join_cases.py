@@ -91,7 +91,7 @@ def with_step_ahead_each_pass_within_join_needs_a_step(counts):
     accumulate(4)
     state.compression.average()
     assert_identical(model)
-    on_every_rank(dgc.ConfigError, r"put all passes but the last one before step\(\) in model.no_sync\(\)", within_join)
+    on_every_rank(dgc.ConfigError, r"call model.no_sync\(\) for each pass that no step\(\) follows", within_join)
 
 
 @case(feedback=("step-ahead", "late"))
@@ -112,6 +112,35 @@ def at_the_end_of_join_unsent_updates_of_all_ranks_count(feedback):
     assert_identical(model)
     moved = (-module.weight.detach().mean(1)[:2]).tolist()
     assert 0.8 < moved[0] / moved[1] < 1.2, moved
+
+
+@case
+def a_join_that_is_over_or_not_enabled_changes_nothing_later():
+    model = DistributedDataParallel(make_model())
+    optimizer = adamw(model)
+    with Join([model]):  # dense, before the registration
+        train(model, optimizer, 2 + dist.get_rank())
+    state = dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(sparsity=0.9)))
+
+    def accumulate():
+        for step in range(4):
+            loss_of(model, step).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    accumulate()
+    with Join([model, state], enable=False):
+        accumulate()
+    try:
+        with Join([model, state]):
+            train(model, optimizer, 1)
+            raise KeyError
+    except KeyError:
+        pass
+    accumulate()
+    state.compression.average()
+    assert_identical(model)
 
 
 @case

@@ -274,8 +274,55 @@ def a_new_optimizer_of_the_same_parameters_goes_on(front):
     run.compression.average(run.optimizer)
     assert_identical(run.module)
     run.optimizer = sgd(run.module)
+    run.train(range(9, 12))
+    assert_shared(run)
+
+
+@case(front=FRONTS)
+def an_adaptive_optimizer_after_sgd_is_refused(front):
+    run = Run(front, sgd, **SPARSE).train(range(3))
+    run.optimizer = adamw(run.module)
     run.backward(9)
-    on_every_rank(dgc.ConfigError, "another kind of optimizer: wrap the module in a new DDP", run.optimizer.step)
+    on_every_rank(dgc.ConfigError, "built for an SGD", run.optimizer.step)
+    run.compression.reset()
+    run.compression.close()
+    close_later(compression := dgc.Compression.dgc(**SPARSE))
+    dgc.DistributedOptimizer(run.optimizer, run.module.named_parameters(), compression=compression)
+    if front == "dgc":
+        run.backward(10)
+        run.optimizer.step()
+        compression.average()
+        assert_identical(run.module)
+
+
+@case(front=FRONTS)
+def two_optimizers_may_step_in_turn_under_a_scaler(front):
+    """Each sees unscaled gradients, and none keeps a mark after close()."""
+    run = Run(front, adamw, **SPARSE)
+    first, second = run.optimizer, torch.optim.RMSprop(run.module.parameters(), lr=1e-4)
+    scaler, norms = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    for optimizer in (first, second):
+        optimizer.register_step_pre_hook(lambda *_: norms.append(nn.utils.get_total_norm([p.grad for p in params])))
+    params = list(run.module.parameters())
+    for step, run.optimizer in enumerate([first, second] * 3):
+        run.optimizer.zero_grad()
+        scaler.scale(loss_of(run.model, step)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    assert len(norms) == 6
+    assert max(norms) < 20 * min(norms)
+    run.compression.close()
+    assert not any(getattr(each, "_step_supports_amp_scaling", False) for each in (first, second))
+
+
+@case(ahead=(True, False))
+def a_second_compressor_of_the_same_parameters_is_refused(ahead):
+    """Also one of classic error feedback."""
+    run = Run("dgc", adamw, **SPARSE)
+    other = close_later(dgc.Compression.dgc(error_feedback="step-ahead" if ahead else "classic"))
+    named = run.module.named_parameters()
+    refused = lambda: dgc.DistributedOptimizer(adamw(run.module), named, compression=other)  # noqa: E731
+    on_every_rank(dgc.ConfigError, "exchanged already, by another compressor", refused)
 
 
 @case(front=FRONTS)
