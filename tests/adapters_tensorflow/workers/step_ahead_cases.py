@@ -224,6 +224,22 @@ def compiling_a_new_optimizer_loses_nothing(broadcast, freeze):
 
 
 @case
+def one_rank_goes_on_from_a_saved_model_and_all_compile_a_new_optimizer():
+    """The callback broadcasts. Only the other rank has the former optimizer, so nobody averages it."""
+    model = made("adamw")
+    m.fit(model, 4, callbacks=[ROOT(0)])
+    model.optimizer.compression.average(model.optimizer)
+    if hvd.rank() == 0:
+        model = m.reloaded(model, keras.models.load_model)
+    saved = model.get_weights()
+    model = made("adamw", model=model)
+    model.optimizer.learning_rate = 0.0
+    m.fit(model, 2, 4, callbacks=[ROOT(0)])
+    m.assert_close(model.get_weights(), saved, 1e-6)
+    assert_average(model)
+
+
+@case
 def a_load_between_two_fits_begins_anew():
     model, callback = made(), ROOT(0)
     m.fit(model, 4, callbacks=[callback])
