@@ -42,6 +42,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
         super().__init__()
         self._root_rank = root_rank
         self.broadcast_done = False
+        self._may_average = True  # all ranks have the same engines; not so if one of them has loaded another model
         self._epoch = self._batch = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -73,9 +74,6 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
                 "function; with steps_per_execution these are several steps, in which every rank would train its own "
                 "model; build the model before fit(), for example by model.build(input_shape)"
             )
-
-    # Whether all ranks have the same engines. They do not if one of them has loaded another model.
-    _may_average = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast after the first step of a model that had no variables before."""
