@@ -135,12 +135,6 @@ class DGCCompressor(HorovodCompressor):
 
     def open_engine(self, variables: list[Any], optimizer: Any, transport: Transport, process_set: Any) -> Engine:
         """Make the engine of these variables, for :meth:`bind`. Collective. A subclass may make another one."""
-        try:
-            self.adopt(optimizer, process_set)
-        except Exception as error:
-            tell_error(transport, error)
-            raise
-        assert self.adoption is not None
         former = [each for each in step_ahead_engines(variables) if each.transport.size == transport.size]
         # Ranks differ if one of them has loaded another model.
         if gather_if_different(transport, {"former": [each.identity() for each in former]}) is None:
@@ -148,6 +142,12 @@ class DGCCompressor(HorovodCompressor):
                 for each in former:
                     each.average()  # what it has not sent would be lost
                     each.was_changed()  # so that this change is no load
+        try:
+            self.adopt(optimizer, process_set)
+        except Exception as error:
+            tell_error(transport, error)
+            raise
+        assert self.adoption is not None
         self.config = self.config.on_ranks(transport.size)
         kind = StepAheadEngine if self.config.steps_ahead else Engine
         return kind(
