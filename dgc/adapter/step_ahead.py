@@ -130,11 +130,11 @@ class StepAheadBase(EngineBase):
         if _is_averaged(saved):
             self.exchange.reset()
             self.exchange.state.step = saved["step"]
-            self.ahead.shared, self.ahead.is_averaged = [], True
+            self.ahead.tensors, self.ahead.is_averaged = [], True
         else:
             saved = self._renamed(saved)
             self.exchange.load_state_dict(saved)
-            self.ahead.shared = [self._convert(saved["shared"][n]) for n in self.names]
+            self.ahead.start([self._convert(saved["shared"][n]) for n in self.names])
             self.ahead.is_averaged = False
             self._write_shared()
         if self.ahead.noise is not None and "noise" in saved:

@@ -284,7 +284,7 @@ class _TimedSteps:
         gradient = self._values[_SHIFT * self._taken :][: len(self._parameter)]
         self._taken += 1
         if self._ahead is not None:
-            edited = bool(self._ahead.is_edited(0, self._parameter))  # PyTorch's front ends look for edits
+            edited = self._ahead.is_edited([self._parameter])  # PyTorch's front ends look for edits
             np.subtract(self._parameter, gradient, out=self._result)
             own = [self._result]
             self._ahead.step(own, [gradient], [0.0], own, own, edited=edited)

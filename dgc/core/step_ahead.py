@@ -23,8 +23,9 @@ Source: Xu, Huo, Huang, AAAI 2021, arXiv 2008.05823 (step-ahead error feedback a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,12 +122,72 @@ class NoiseScale:
         self._sums[...] = saved
 
 
+class SharedTensor:
+    """The shared values of one parameter of n elements, and what this rank has not sent of it.
+
+    Attributes:
+        theta: (n,).
+        a: (n,), or 0. With ``late``, the a of a small parameter includes the update that is being exchanged.
+        residual: the memory of a in the state, (n,); (0,) for a small parameter.
+        error: a small parameter's coding error on the host, (n,); (0,) for others, and if it is not coded.
+        is_sparsified: whether the largest entries are sent. Other parameters are small and sent whole.
+    """
+
+    a: Any
+
+    def __init__(
+        self, theta: Array, residual: Array, error: np.ndarray, kernels: Kernels, convert: Callable[[Array], Array],
+        rounding: Callable[[], Callable[[Array], Array] | None],
+    ) -> None:  # fmt: skip
+        """``convert`` and ``rounding`` are those of :class:`StepAhead`, the latter of this parameter."""
+        self.theta, self.residual, self.error = theta, residual, error
+        self.is_sparsified = len(residual) > 0
+        self._kernels, self._convert, self._rounding = kernels, convert, rounding
+        self.update_a()
+
+    def update_a(self) -> None:
+        """Read a again after an exchange."""
+        unsent = self.residual if self.is_sparsified else self.error
+        self.a = self._convert(unsent) if len(unsent) else 0.0  # a view, or a copy on a device
+
+    def expected(self) -> Array:
+        """Return theta + a, (n,), as the parameter's own type holds it."""
+        values, rounded = self.theta + self.a, self._rounding()
+        return values if rounded is None else rounded(values)
+
+    def is_edited(self, p: Array) -> Any:
+        """Return whether p is not theta + a, as a bool or as an array of one bool."""
+        if self._is_plain():
+            return self._kernels.is_elsewhere(p, self.theta, self.a)
+        return (p != self.expected()).any()
+
+    def take_update(self, p: Array, s: float, decay: float) -> None:
+        """Replace p by s * update, where the update is p - (theta + a)."""
+        share = (s - 1.0) * decay  # weight decay does not depend on the gradient, so it is not too short
+        if self._is_plain():
+            self._kernels.take_update(p, self.theta, self.a, s, share)
+        else:
+            subtract(p, self.expected(), self.theta, s, share)
+
+    def write(self, p: Array) -> None:
+        """Write theta + a into p."""
+        if self.is_sparsified:
+            self._kernels.put(p, self.theta, self.a)
+        else:
+            p[...] = self.theta
+            p += self.a
+
+    def _is_plain(self) -> bool:
+        """Return whether the kernels can compute theta + a."""
+        return self.is_sparsified and self._rounding() is None
+
+
 class StepAhead:
     """The shared values of one model on one rank, and the exchange of its updates.
 
     Attributes:
         exchange: holds a, selects, codes and exchanges. For the exchange, updates are gradients.
-        shared: theta of each parameter, (n,); empty before :meth:`start`.
+        tensors: the shared values of each parameter; empty before :meth:`start`.
         noise: finds the factors s; None if updates are proportional to gradients.
         is_averaged: whether nothing is left to send: p = theta on all ranks.
     """
@@ -168,22 +229,31 @@ class StepAhead:
         self.exchange = Exchange(self.layout, own, transport, kernels)
         self.exchange.on_refused = self._note_refusal
         self._met = ""  # who met a value that is not finite, for the error
-        self.shared: list[Array] = []
-        self._flying: dict[int, Array] = {}  # by small parameter: a, while an exchange is under way
+        self.tensors: list[SharedTensor] = []
         self._results: Sequence[Array] = ()  # of the exchange that is under way
         self._count, self._transport, self._kernels = count, transport, kernels
         self._convert, self._rounding = convert, rounding
         self._hyper, self._defers = Hyper.uniform(len(parameters), own), not kernels.on_device
 
-    def start(self, values: Sequence[Array]) -> None:
-        """Make the parameters, each (n,), the shared values, with a = 0. They must be equal on all ranks."""
-        self.shared = [each + 0 for each in values]
+    @property
+    def shared(self) -> list[Array]:
+        """Theta of each parameter, (n,); empty before :meth:`start`."""
+        return [tensor.theta for tensor in self.tensors]
 
-    def is_edited(self, index: int, p: Array) -> Any:
-        """Return whether p of one parameter, (n,), is not theta + a, as a bool or as an array of one bool."""
-        if self._is_plain(index):
-            return self._kernels.is_elsewhere(p, self.shared[index], self._residual(index))
-        return (p != self._expected(index)).any()
+    def start(self, values: Sequence[Array]) -> None:
+        """Make the values of the parameters, each (n,), the shared ones. They must be equal on all ranks."""
+        state = self.exchange.state
+        self.tensors = [
+            SharedTensor(
+                p + 0, state.residual(i), state.error(i), self._kernels, self._convert, partial(self._rounding, i)
+            )
+            for i, p in enumerate(values)
+        ]
+
+    def is_edited(self, values: Iterable[Array]) -> bool:
+        """Return whether p of some parameter, (n,) each, is not theta + a."""
+        # A sum of arrays on a device is waited for once.
+        return bool(sum(tensor.is_edited(p) for tensor, p in zip(self.tensors, values, strict=True)))
 
     def step(
         self, values: Sequence[Array], gradients: Sequence[Array | None], decays: Sequence[float],
@@ -210,28 +280,28 @@ class StepAhead:
             ConfigError: ranks disagree, or an update was not finite on some rank. No rank has taken it.
             DGCError: this rank or another one failed.
         """
-        scales = self.noise.scales() if self.noise is not None and rescales and not edited else None
+        known = self.noise is not None and rescales and not edited
+        scales = self.noise.scales() if self.noise is not None and known else [1.0] * self._count
         try:
             try:
                 if self.exchange.in_step:
                     self.exchange.wait()  # until the communication thread has added the latest update to a
-                for i, p in enumerate(values):
-                    self._take_update(i, p, 1.0 if scales is None else scales[i], decays[i])
+                for tensor, p, s, decay in zip(self.tensors, values, scales, decays, strict=True):
+                    tensor.take_update(p, s, decay)
             finally:
                 self.settle()  # also after an error, as on the other ranks
             if late:
-                for i, p in enumerate(values):
-                    sent[i][...] = p
-                    if (a := self._ahead(i)) is not None:
-                        p += a
-                    if not self.layout.is_sparsified(i):
-                        self._flying[i] = p + 0
-                    p += self.shared[i]
+                for tensor, p, update in zip(self.tensors, values, sent, strict=True):
+                    update[...] = p
+                    p += tensor.a
+                    if not tensor.is_sparsified:
+                        tensor.a = p + 0
+                    p += tensor.theta
             hyper = replace(self._hyper, learning_rates=learning_rates)
             options = StepOptions(hyper, defers=self._defers, joins=joins, edited=edited)
             self._begin(sent, arrays, gradients, ready, options)
         except BaseException as error:
-            self._flying.clear()
+            self._update_a()
             try:
                 if isinstance(error, Exception) and not isinstance(error, DGCError):
                     self.exchange.fail(as_dgc_error(error))  # the other ranks wait in this step
@@ -247,11 +317,15 @@ class StepAhead:
 
     def settle(self) -> None:
         """Wait for the exchange that is under way, and apply it to theta and a. The caller writes p."""
-        exchange = self.exchange
-        if not exchange.in_step:
-            return
-        results, self._results = self._results, ()
-        self._flying.clear()
+        if self.exchange.in_step:
+            try:
+                self._settle()
+            finally:
+                self._update_a()
+
+    def _settle(self) -> None:
+        exchange, results = self.exchange, self._results
+        self._results = ()
         if exchange.finish():
             exchange.write_deferred()
             raise ConfigError(
@@ -266,10 +340,10 @@ class StepAhead:
         for total in exchange.deferred():
             received.update(segment.parameter for segment in total.bucket.sparse)
             for i, places, sums in total.tensors():
-                self.shared[i][self._convert(places)] += self._convert(sums)
+                self.tensors[i].theta[self._convert(places)] += self._convert(sums)
         for i, result in enumerate(results):
             if i not in received:
-                self.shared[i] += result
+                self.tensors[i].theta += result
         if self.noise is not None:
             self.noise.learn()
         if exchange.edited:
@@ -283,7 +357,7 @@ class StepAhead:
         Source: arXiv 2008.05823, error averaging.
         """
         self.settle()
-        flag = np.array([self._is_any_edited(values)], np.float32)
+        flag = np.array([self.is_edited(values)], np.float32)
         self._transport.allreduce(flag, "max")
         sent = self._send_rest(values if flag[0] else None)
         self.exchange.stats.total.count_collective(flag.nbytes + sent)
@@ -291,68 +365,30 @@ class StepAhead:
 
     def edits(self, values: Sequence[Array]) -> list[Array] | None:
         """Return p - (theta + a) of each parameter, (n,); None if the script has changed none since the last step."""
-        if not self._is_any_edited(values):
+        if not self.is_edited(values):
             return None
-        return [p - self._expected(i) for i, p in enumerate(values)]
+        return [p - tensor.expected() for tensor, p in zip(self.tensors, values, strict=True)]
 
     def write(self, values: Sequence[Array]) -> None:
         """Write p = theta + a into the parameters."""
-        for i, p in enumerate(values):
-            if self.layout.is_sparsified(i):
-                self._kernels.put(p, self.shared[i], self._residual(i))
-                continue
-            p[...] = self.shared[i]
-            if (a := self._ahead(i)) is not None:
-                p += a
+        for tensor, p in zip(self.tensors, values, strict=True):
+            tensor.write(p)
 
     def restart(self, values: Sequence[Array]) -> None:
         """After a reset of the exchange, write theta into the parameters; :meth:`start` has to follow."""
-        self._flying.clear()
-        self._results = ()
-        self.write(values)
-        self.shared = []
+        for p, theta in zip(values, self.shared, strict=True):
+            p[...] = theta
+        self._results, self.tensors = (), []
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _is_any_edited(self, values: Sequence[Array]) -> bool:
-        return any(bool(self.is_edited(i, p)) for i, p in enumerate(values))
-
-    def _residual(self, index: int) -> Array:
-        return self._convert(self.exchange.state.residual(index))
-
-    def _is_plain(self, index: int) -> bool:
-        """Return whether p is theta + a without rounding, and a is the residual, so that the kernels can compute it."""
-        return self.layout.is_sparsified(index) and self._rounding(index) is None
-
-    def _expected(self, index: int) -> Array:
-        """Return theta + a, (n,), as the parameter's own type holds it."""
-        a, rounded = self._ahead(index), self._rounding(index)
-        values = self.shared[index] + (0 if a is None else a)
-        return values if rounded is None else rounded(values)
-
-    def _ahead(self, index: int) -> Array | None:
-        """Return a = p - theta, (n,); None if it is 0.
-
-        For a small parameter it is the codec's error or, with ``late``, also the update that is being exchanged.
-        """
-        state = self.exchange.state
-        if len(residual := state.residual(index)):
-            return self._convert(residual)
-        if index in self._flying:
-            return self._flying[index]
-        error = state.error(index)
-        return self._convert(error) if len(error) else None
+    def _update_a(self) -> None:
+        for tensor in self.tensors:
+            if not tensor.is_sparsified:
+                tensor.update_a()
 
     def _note_refusal(self, bucket: BucketExchange) -> None:
         self._met = bucket.met(self._transport.rank, [p.name for p in self.layout.parameters], "update")
-
-    def _take_update(self, index: int, p: Array, s: float, decay: float) -> None:
-        """Replace p by s * update, where the update is p - (theta + a)."""
-        share = (s - 1.0) * decay  # weight decay does not depend on the gradient, so it is not too short
-        if self._is_plain(index):
-            self._kernels.take_update(p, self.shared[index], self._residual(index), s, share)
-        else:
-            subtract(p, self._expected(index), self.shared[index], s, share)
 
     def _begin(
         self, sent: Sequence[Array], arrays: Sequence[Array], gradients: Sequence[Array | None], ready: Any,
@@ -376,15 +412,15 @@ class StepAhead:
         Returns:
             The number of bytes that this rank has sent.
         """
-        state, ranks, sent = self.exchange.state, self._transport.size, 0
+        state, memory, ranks, sent = self.exchange.state, self._kernels.memory, self._transport.size, 0
         for bucket in state.buckets:
             bucket.return_owned(sparse=True, small=True)
-        for i, theta in enumerate(self.shared):
-            a, total = state.residual(i), state.error(i)
-            if len(a):
+        for i, tensor in enumerate(self.tensors):
+            theta, total = tensor.theta, tensor.error
+            if tensor.is_sparsified:
                 if values is not None:
-                    self._residual(i)[...] = values[i] - theta
-                total = self._kernels.memory.to_host(a)
+                    tensor.a[...] = values[i] - theta
+                total = memory.to_host(tensor.residual)
             elif values is not None:
                 total = np.array((values[i] - theta).tolist(), self.layout.parameters[i].dtype)
             if not len(total):
@@ -392,14 +428,15 @@ class StepAhead:
             self._transport.allreduce(total, "sum")
             sent += total.nbytes
             total /= ranks
-            if len(a):
-                self._kernels.memory.copy_in(a, total)
-                theta += self._convert(a)
-                self._kernels.memory.fill(a, 0.0)
+            if tensor.is_sparsified:
+                memory.copy_in(tensor.residual, total)
+                theta += tensor.a
+                memory.fill(tensor.residual, 0.0)
             else:
                 theta += self._convert(total)
         for bucket in state.buckets:
             bucket.clear_error()
             bucket.thresholds.fill(np.nan)
+        self._update_a()
         self.is_averaged = True
         return sent

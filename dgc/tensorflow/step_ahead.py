@@ -95,7 +95,7 @@ class StepAheadEngine(StepAheadBase, Engine):
             _copy(after, values)
             return results
         with self._told():
-            edited = any(self.ahead.is_edited(i, p) for i, p in enumerate(values))
+            edited = self.ahead.is_edited(values)
             _copy(after, values)
             flat = [None if g is None else np.asarray(as_array(g), np.float32) for g in gradients]
         try:
@@ -180,7 +180,7 @@ class StepAheadEngine(StepAheadBase, Engine):
     def begin_anew(self, forget: bool) -> None:
         super().begin_anew(forget)
         if forget:
-            self.ahead.shared = []
+            self.ahead.tensors = []
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -149,8 +149,7 @@ class StepAheadEngine(StepAheadBase):
         if self.exchange.in_step:
             self.exchange.wait()
         with self._told():
-            # A sum of arrays on a device is waited for once.
-            self._edited = bool(sum(self.ahead.is_edited(i, self._read(p)) for i, p in enumerate(self._places())))
+            self._edited = self.ahead.is_edited(map(self._read, self._places()))
 
     def _require_like_the_first(self, optimizer: torch.optim.Optimizer) -> None:
         if _rescales(optimizer) and self.ahead.noise is None:
