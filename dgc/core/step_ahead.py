@@ -38,88 +38,11 @@ from dgc.core.exchange.stages import as_dgc_error
 from dgc.core.exchange.step import Hyper, StepOptions
 from dgc.core.kernels.base import Array, Kernels, subtract
 from dgc.core.layout import Parameter, make_layout
+from dgc.core.noise_scale import NoiseScale
 from dgc.errors import ConfigError, DGCError
 
 # The name of the tensor that carries the numbers of NoiseScale through the exchange.
 NOISE = "dgc.noise_scale"
-
-# Random projections of each gradient that travel in a step. The numbers are averaged over many steps.
-PROJECTIONS = 2
-
-# The decay of the averages of these numbers.
-_MEMORY = 0.98
-
-_WIDTH = 1024  # a projection first adds up rows of this length
-
-
-class NoiseScale:
-    """Finds the factor s by which adaptive optimizers' updates are too short, without a dense exchange.
-
-    An optimizer such as Adam divides by the size of its gradient. A rank's own gradient is noisier than the mean of all
-    ranks, so its step is too short by sqrt(rho), where
-
-        rho = |mean of the gradients|^2 / mean of |gradient|^2, for each tensor, between 1 / P and 1.
-
-    Both are estimated by random-sign projections, whose signs are the same on all ranks: the expected square of a
-    projection of g is |g|^2. If the ranks agree, their projections do, too, and the ratio is exact.
-
-    T = number of tensors, K = projections, P = ranks.
-
-    Attributes:
-        message: (T * (K + 1),) float32: this rank's projections and the sum of their squares before the exchange,
-            the means over all ranks after it.
-    """
-
-    def __init__(self, tensors: int, ranks: int, seed: int, convert: Callable[[np.ndarray], Array]) -> None:
-        """``convert`` turns host arrays into arrays of the updates' kind."""
-        self.message = np.zeros(tensors * (PROJECTIONS + 1), np.float32)
-        self._table = self.message.reshape(tensors, PROJECTIONS + 1)
-        self._projected = convert(np.zeros((tensors, PROJECTIONS), np.float32))
-        self._sums = np.zeros((2, tensors))  # running means of the numerator and the denominator
-        self._ranks, self._seed, self._convert = ranks, seed, convert
-
-    def scales(self) -> list[float]:
-        """Return each tensor's factor, between 1 and sqrt(P); 1 where nothing is known."""
-        mean, own = self._sums
-        rho = np.divide(mean, own, out=np.ones_like(own), where=own > 0)
-        scales: list[float] = (1.0 / np.sqrt(np.clip(rho, 1.0 / self._ranks, 1.0))).tolist()
-        return scales
-
-    def measure(self, step: int, gradients: Sequence[Array | None]) -> None:
-        """Write the numbers of this rank's gradients, each (n,), into the message."""
-        rng = np.random.default_rng((self._seed, step))
-        signs = np.array([-1.0, 1.0], np.float32)
-        longest = max((len(g) for g in gradients if g is not None), default=0)
-        rows = self._convert(rng.choice(signs, 1 + longest // _WIDTH))
-        columns = self._convert(rng.choice(signs, (PROJECTIONS, _WIDTH)))
-        self._projected[...] = 0.0
-        for i, g in enumerate(gradients):
-            if g is None:
-                continue
-            count = len(g) // _WIDTH
-            whole, rest = g[: count * _WIDTH], g[count * _WIDTH :]
-            projected = columns[:, : len(rest)] @ rest
-            if count:
-                projected = projected + columns @ (rows[:count] @ whole.reshape(count, _WIDTH))
-            self._projected[i] = projected
-        self._table[:, :PROJECTIONS] = self._projected.tolist()  # at once: a device is waited for here
-        self._table[:, PROJECTIONS] = np.square(self._table[:, :PROJECTIONS]).sum(axis=1)
-
-    def learn(self) -> None:
-        """Update the factors from the means over all ranks, which the message holds after the exchange."""
-        mean = np.square(self._table[:, :PROJECTIONS], dtype=np.float64).sum(axis=1)
-        kept = _MEMORY if self._sums.any() else 0.0
-        self._sums *= kept
-        self._sums += (1 - kept) * np.stack([mean, self._table[:, PROJECTIONS]])
-
-    def to_list(self) -> list[list[float]]:
-        """Return the running means as plain numbers."""
-        numbers: list[list[float]] = self._sums.tolist()
-        return numbers
-
-    def load(self, saved: list[list[float]]) -> None:
-        """Load the result of :meth:`to_list`."""
-        self._sums[...] = saved
 
 
 class SharedTensor:
@@ -161,13 +84,15 @@ class SharedTensor:
             return self._kernels.is_elsewhere(p, self.theta, self.a)
         return (p != self.expected()).any()
 
-    def take_update(self, p: Array, s: float, decay: float) -> None:
-        """Replace p by s * update, where the update is p - (theta + a)."""
-        share = (s - 1.0) * decay  # weight decay does not depend on the gradient, so it is not too short
+    def take_update(self, p: Array, factors: Array | None, decay: float) -> None:
+        """Replace p by s * update, where the update is p - (theta + a), and s the factor of the element's piece.
+
+        Weight decay does not depend on the gradient, so it is not too short, and its part of the update stays.
+        """
         if self._is_plain():
-            self._kernels.take_update(p, self.theta, self.a, s, share)
+            self._kernels.take_update(p, self.theta, self.a, factors, decay)
         else:
-            subtract(p, self.expected(), self.theta, s, share)
+            subtract(p, self.expected(), self.theta, factors, decay)
 
     def write(self, p: Array) -> None:
         """Write theta + a into p."""
@@ -203,6 +128,7 @@ class StepAhead:
         *,
         rescales: bool,
         convert: Callable[[Array], Array] = lambda array: array,
+        to_host: Callable[[Array], np.ndarray] = np.array,
         rounding: Callable[[int], Callable[[Array], Array] | None] = lambda index: None,
     ) -> None:
         """Build the exchange.
@@ -214,12 +140,13 @@ class StepAhead:
             kernels: work on the arrays.
             rescales: whether the optimizer divides by the size of its gradients; see :class:`NoiseScale`.
             convert: turns an array of the kernels into a view of the kind that :meth:`step` takes as ``values``.
+            to_host: turns an array of that kind into one on the host.
             rounding: returns, for a parameter whose own type holds fewer digits than ``values``, a function that rounds
                 values, (n,), to that type; None for others.
         """
-        count = len(parameters)
-        self.noise = NoiseScale(count, transport.size, config.seed, convert) if rescales else None
-        if self.noise is not None:
+        count, self.noise = len(parameters), None
+        if rescales:
+            self.noise = NoiseScale([p.numel for p in parameters], transport.size, config.seed, convert, to_host)
             parameters = [*parameters, Parameter(NOISE, self.noise.message.shape, "float32")]
         own = replace(
             config, exclude=(*config.exclude, NOISE), momentum=0.0, nesterov=False, weight_decay=0.0,
@@ -232,7 +159,7 @@ class StepAhead:
         self.tensors: list[SharedTensor] = []
         self._results: Sequence[Array] = ()  # of the exchange that is under way
         self._count, self._transport, self._kernels = count, transport, kernels
-        self._convert, self._rounding = convert, rounding
+        self._convert, self._to_host, self._rounding = convert, to_host, rounding
         self._hyper, self._defers = Hyper.uniform(len(parameters), own), not kernels.on_device
 
     @property
@@ -280,14 +207,16 @@ class StepAhead:
             ConfigError: ranks disagree, or an update was not finite on some rank. No rank has taken it.
             DGCError: this rank or another one failed.
         """
-        known = self.noise is not None and rescales and not edited
-        scales = self.noise.scales() if self.noise is not None and known else [1.0] * self._count
+        factors: Sequence[Array | None] = [None] * self._count
+        if self.noise is not None and rescales and not edited:
+            scales = self._convert(self.noise.scales())
+            factors = [scales[pieces] for pieces in self.noise.pieces]
         try:
             try:
                 if self.exchange.in_step:
                     self.exchange.wait()  # until the communication thread has added the latest update to a
-                for tensor, p, s, decay in zip(self.tensors, values, scales, decays, strict=True):
-                    tensor.take_update(p, s, decay)
+                for tensor, p, scale, decay in zip(self.tensors, values, factors, decays, strict=True):
+                    tensor.take_update(p, scale, decay)
             finally:
                 self.settle()  # also after an error, as on the other ranks
             if late:
@@ -422,7 +351,7 @@ class StepAhead:
                     tensor.a[...] = values[i] - theta
                 total = memory.to_host(tensor.residual)
             elif values is not None:
-                total = np.array((values[i] - theta).tolist(), self.layout.parameters[i].dtype)
+                total = self._to_host(values[i] - theta)
             if not len(total):
                 continue
             self._transport.allreduce(total, "sum")

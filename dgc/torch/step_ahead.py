@@ -76,6 +76,7 @@ class StepAheadEngine(StepAheadBase):
                 self._tensors.kernels,
                 rescales=_rescales(optimizer),
                 convert=self._convert,
+                to_host=self._to_host,
                 rounding=self._rounding,
             )
             self.exchange = self._exchange = self.ahead.exchange

@@ -23,6 +23,9 @@ from dgc.errors import LayoutError
 # An array that kernels work on: NumPy's, or CuPy's on a GPU. Arguments declared as ``np.ndarray`` are on the host.
 Array: TypeAlias = Any
 
+# Elements that have one factor in :meth:`Kernels.take_update`. A kernel's tile is a multiple of it.
+PIECE = 1024
+
 # The number of each element type in the kernels.
 TYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_TYPES.values())}
 
@@ -92,13 +95,18 @@ def is_finite(values: np.ndarray) -> bool:
         return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())
 
 
-def subtract(p: Array, place: Array, theta: Array, s: float, share: float) -> None:
-    """Replace p by ``s * (p - place) + share * theta``; (n,) each."""
+def subtract(p: Array, place: Array, theta: Array, factors: Array | None, decay: float) -> None:
+    """Replace p by ``s * (p - place) + (s - 1) * decay * theta``, (n,) each, with ``s = factors[i // PIECE]`` or 1."""
     p -= place
-    if s != 1.0:
-        p *= s
-    if share:
-        p += theta * share
+    if factors is None:
+        return
+    count = len(p) // PIECE
+    full = count * PIECE
+    scaled = (p[:full].reshape(count, PIECE), theta[:full].reshape(count, PIECE), factors[:count, None])
+    for x, t, s in (scaled, (p[full:], theta[full:], factors[count:])):
+        x *= s
+        if decay:
+            x += t * ((s - 1) * decay)
 
 
 def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
@@ -288,9 +296,9 @@ class Kernels(abc.ABC):
         """Return whether p is not theta + a, as a bool or as an array of one bool."""
         return (p != theta + a).any()
 
-    def take_update(self, p: Array, theta: Array, a: Array, s: float, share: float) -> None:
-        """Replace p by ``s * (p - (theta + a)) + share * theta``."""
-        subtract(p, theta + a, theta, s, share)
+    def take_update(self, p: Array, theta: Array, a: Array, factors: Array | None, decay: float) -> None:
+        """Replace p by ``s * (p - (theta + a)) + (s - 1) * decay * theta``; see :func:`subtract`."""
+        subtract(p, theta + a, theta, factors, decay)
 
     def put(self, p: Array, theta: Array, a: Array) -> None:
         """Write theta + a into p."""

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import (
+    PIECE,
     Array,
     Kernels,
     MomentumRule,
@@ -174,11 +175,11 @@ class NumbaKernels(Kernels):
         return bool(self._run_ahead(COMPARE, p, theta, a).any())
 
     @override
-    def take_update(self, p: Array, theta: Array, a: Array, s: float, share: float) -> None:
+    def take_update(self, p: Array, theta: Array, a: Array, factors: Array | None, decay: float) -> None:
         if len(p) < ALONE:
-            super().take_update(p, theta, a, s, share)
+            super().take_update(p, theta, a, factors, decay)
         else:
-            self._run_ahead(TAKE, p, theta, a, s, share)
+            self._run_ahead(TAKE, p, theta, a, () if factors is None else factors, decay)
 
     @override
     def put(self, p: Array, theta: Array, a: Array) -> None:
@@ -187,13 +188,18 @@ class NumbaKernels(Kernels):
         else:
             self._run_ahead(PUT, p, theta, a)
 
-    def _run_ahead(self, task: int, p: Array, theta: Array, a: Array, s: float = 1.0, share: float = 0.0) -> np.ndarray:
+    def _run_ahead(
+        self, task: int, p: Array, theta: Array, a: Array, factors: Array = (), decay: float = 0.0
+    ) -> np.ndarray:
         arrays = [np.asarray(each) for each in (p, theta, a)]  # of torch's tensors, without a copy
         n = len(p)
         if any(each.shape != (n,) or each.dtype != np.float32 for each in arrays):
             raise LayoutError(f"{', '.join(f'{e.dtype} {e.shape}' for e in arrays)}: all must be float32 of one length")
         found = np.zeros(self.threads, np.bool_)
-        self._team.run(self.threads, ahead_tiles, -(-n // TILE), *arrays, task, np.float32(s), np.float32(share), found)
+        factors, decay = np.asarray(factors, np.float32), np.float32(decay)
+        if factors.size not in (0, -(-n // PIECE)):
+            raise LayoutError(f"{factors.size} factors for {n} elements")
+        self._team.run(self.threads, ahead_tiles, -(-n // TILE), *arrays, task, factors, decay, found)
         return found
 
     def _threads_for(self, elements: int) -> int:
@@ -306,10 +312,10 @@ COMPARE, TAKE, PUT = range(3)
 
 
 @entry
-def ahead_tiles(worker, progress, tiles, p, theta, a, task, s, share, found):
+def ahead_tiles(worker, progress, tiles, p, theta, a, task, factors, decay, found):
     """Compare p with theta + a, take the update out of p, or write theta + a into p; (n,) each. A kernel for ``Team``.
 
-    ``found[worker]`` becomes True if p differs somewhere.
+    ``found[worker]`` becomes True if p differs somewhere. ``factors`` are empty if all are 1.
     """
     while True:
         tile = fetch_add(progress, 0, 1)
@@ -325,15 +331,19 @@ def ahead_tiles(worker, progress, tiles, p, theta, a, task, s, share, found):
         elif task == PUT:
             for i in range(x.size):
                 x[i] = t[i] + y[i]
-        elif share != 0:
-            for i in range(x.size):
-                x[i] = s * (x[i] - (t[i] + y[i])) + t[i] * share
-        elif s != 1:
-            for i in range(x.size):
-                x[i] = s * (x[i] - (t[i] + y[i]))
-        else:
+        elif factors.size == 0:
             for i in range(x.size):
                 x[i] -= t[i] + y[i]
+        else:
+            for begin in range(0, x.size, PIECE):
+                s, end = factors[(start + begin) // PIECE], min(begin + PIECE, x.size)
+                if decay == 0:
+                    for i in range(begin, end):
+                        x[i] = s * (x[i] - (t[i] + y[i]))
+                else:
+                    share = (s - np.float32(1)) * decay
+                    for i in range(begin, end):
+                        x[i] = s * (x[i] - (t[i] + y[i])) + t[i] * share
         fetch_add(progress, 1, 1)
 
 
