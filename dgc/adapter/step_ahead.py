@@ -102,8 +102,8 @@ class StepAheadBase(EngineBase):
 
     @override
     def require_loadable(self, saved: dict[str, Any]) -> None:
-        if self.ahead.noise is not None and "noise" in saved:
-            self.ahead.noise.require_fit(saved["noise"])
+        if not np.isfinite(saved.get("noise", ())).all():
+            raise LayoutError("the saved noise scale is not finite: the file is damaged")
         if _is_averaged(saved):
             require_sound(saved)
             return

@@ -289,6 +289,8 @@ class StepAhead:
         flag = np.array([self.is_edited(values)], np.float32)
         self._transport.allreduce(flag, "max")
         sent = self._send_rest(values if flag[0] else None)
+        if self.noise is not None:
+            sent += self.noise.average(self._transport)
         self.exchange.stats.total.count_collective(flag.nbytes + sent)
         self.write(values)
 

@@ -228,16 +228,19 @@ def test_the_noise_scale_is_the_ratio_of_the_squares_of_one_gradient_and_of_the_
             scale.learn()
     rho = (1 + noise**2 / ranks) / (1 + noise**2)
     factors = scales[0].scales()
-    assert np.median(factors[:150]) == pytest.approx(1 / math.sqrt(rho), rel=0.1)
-    np.testing.assert_allclose(factors[150:], 1.0, rtol=1e-3)
     assert len(factors) == 202  # the rest of 5 elements has one, and so has the small tensor
+    if ranks == 2:
+        rho = (1 + 0.75 * noise**2 / ranks) / (1 + 0.75 * noise**2)  # of the whole tensor
+        np.testing.assert_allclose(factors[:201], 1 / math.sqrt(rho), rtol=0.15)
+    else:
+        assert np.median(factors[:150]) == pytest.approx(1 / math.sqrt(rho), rel=0.1)
+        np.testing.assert_allclose(factors[150:], 1.0, rtol=1e-3)
 
 
 def test_updates_of_adaptive_optimizers_are_scaled_and_their_weight_decay_is_not():
     def job(transport):
         ahead, values = make(transport, rescales=True, **EXACT), first_values()
-        count = len(ahead.noise.scales())
-        ahead.noise.load([[1.0] * count, [4.0] * count])  # s = sqrt(2), the most on two ranks
+        ahead.noise.load([[1.0] * 3, [4.0] * 3])  # s = sqrt(2), the most on two ranks
         ahead.start(values)
         decay, before = 0.01, [value.copy() for value in values]
         for value in values:
