@@ -196,10 +196,10 @@ class NumbaKernels(Kernels):
         if any(each.shape != (n,) or each.dtype != np.float32 for each in arrays):
             raise LayoutError(f"{', '.join(f'{e.dtype} {e.shape}' for e in arrays)}: all must be float32 of one length")
         found = np.zeros(self.threads, np.bool_)
-        factors, decay = np.asarray(factors, np.float32), np.float32(decay)
+        factors = np.asarray(factors, np.float32)
         if factors.size not in (0, -(-n // PIECE)):
             raise LayoutError(f"{factors.size} factors for {n} elements")
-        self._team.run(self.threads, ahead_tiles, -(-n // TILE), *arrays, task, factors, decay, found)
+        self._team.run(self.threads, ahead_tiles, -(-n // TILE), *arrays, task, factors, np.float32(decay), found)
         return found
 
     def _threads_for(self, elements: int) -> int:
