@@ -15,7 +15,7 @@ from dgc.adapter.engine import EngineBase
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.stages import as_dgc_error
 from dgc.core.saved import EMPTY, is_empty, require_sound
-from dgc.core.step_ahead import StepAhead
+from dgc.core.step_ahead import NOISE, StepAhead
 from dgc.errors import DGCError, LayoutError
 
 EQUAL = "Give every rank the same options, or load the optimizer's state on all ranks."
@@ -98,12 +98,21 @@ class StepAheadBase(EngineBase):
 
     @override
     def own_part(self, states: list[Any], resize: bool, begin: int) -> dict[str, Any]:
-        return states[0] if _is_averaged(states[0]) else super().own_part(states, resize, begin)
+        if _is_averaged(states[0]):
+            own: dict[str, Any] = states[0]
+            return own
+        own = super().own_part(states, resize, begin)
+        parameters = own.get("parameters")
+        if self.ahead.noise is None or not isinstance(parameters, dict) or NOISE not in parameters:
+            return own
+        # The message has no memory, and its length depends on the number of ranks.
+        return {**own, "parameters": {**parameters, NOISE: {"u": np.zeros_like(self.ahead.noise.message)}}}
 
     @override
     def require_loadable(self, saved: dict[str, Any]) -> None:
-        if not np.isfinite(saved.get("noise", ())).all():
-            raise LayoutError("the saved noise scale is not finite: the file is damaged")
+        noise = saved.get("noise", [[], []])
+        if np.ndim(noise) != 2 or len(noise) != 2 or not np.isfinite(noise).all():
+            raise LayoutError("the saved noise scale is not two rows of finite numbers: the file is damaged")
         if _is_averaged(saved):
             require_sound(saved)
             return

@@ -50,8 +50,9 @@ class SharedTensor:
 
     Attributes:
         theta: (n,).
-        a: (n,), or 0. With ``late``, the a of a small parameter includes the update that is being exchanged.
-        residual: the memory of a in the state, (n,); (0,) for a small parameter.
+        a: (n,), or 0.0 for a small parameter that is not coded. With ``late``, the a of a small parameter includes the
+            update that is being exchanged.
+        residual: the state's array that holds a, (n,); (0,) for a small parameter.
         error: a small parameter's coding error on the host, (n,); (0,) for others, and if it is not coded.
         is_sparsified: whether the largest entries are sent. Other parameters are small and sent whole.
     """
@@ -85,7 +86,7 @@ class SharedTensor:
         return (p != self.expected()).any()
 
     def take_update(self, p: Array, factors: Array | None, decay: float) -> None:
-        """Replace p by s * update, where the update is p - (theta + a), and s the factor of the element's piece.
+        """Replace p by s * update, where the update is p - (theta + a), and s the factor of the element.
 
         Weight decay does not depend on the gradient, so it is not too short, and its part of the update stays.
         """
@@ -103,7 +104,7 @@ class SharedTensor:
             p += self.a
 
     def _is_plain(self) -> bool:
-        """Return whether the kernels can compute theta + a."""
+        """Return whether p is not rounded and a is the residual, so that the kernels can compute theta + a."""
         return self.is_sparsified and self._rounding() is None
 
 
@@ -168,7 +169,10 @@ class StepAhead:
         return [tensor.theta for tensor in self.tensors]
 
     def start(self, values: Sequence[Array]) -> None:
-        """Make the values of the parameters, each (n,), the shared ones. They must be equal on all ranks."""
+        """Make the values of the parameters, each (n,), the shared ones. They must be equal on all ranks.
+
+        What the exchange's state holds is not sent yet.
+        """
         state = self.exchange.state
         self.tensors = [
             SharedTensor(
@@ -208,11 +212,11 @@ class StepAhead:
             DGCError: this rank or another one failed.
         """
         factors: Sequence[Array | None] = [None] * self._count
-        if self.noise is not None and rescales and not edited:
-            scales = self._convert(self.noise.scales())
-            factors = [scales[pieces] for pieces in self.noise.pieces]
         try:
             try:
+                if self.noise is not None and rescales and not edited:
+                    scales = self._convert(self.noise.scales())
+                    factors = [scales[groups] for groups in self.noise.groups]
                 if self.exchange.in_step:
                     self.exchange.wait()  # until the communication thread has added the latest update to a
                 for tensor, p, scale, decay in zip(self.tensors, values, factors, decays, strict=True):
@@ -289,8 +293,6 @@ class StepAhead:
         flag = np.array([self.is_edited(values)], np.float32)
         self._transport.allreduce(flag, "max")
         sent = self._send_rest(values if flag[0] else None)
-        if self.noise is not None:
-            sent += self.noise.average(self._transport)
         self.exchange.stats.total.count_collective(flag.nbytes + sent)
         self.write(values)
 

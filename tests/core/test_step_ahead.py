@@ -215,26 +215,29 @@ def test_an_average_keeps_what_a_script_has_changed(editing, small):
 @pytest.mark.parametrize("noise", [0.0, 1.0, 30.0])
 def test_the_noise_scale_is_the_ratio_of_the_squares_of_one_gradient_and_of_the_mean(noise, ranks):
     rng, n = np.random.default_rng(3), 200 * PIECE + 5
-    signal = rng.normal(size=n).astype(np.float32)
+    signal = 1 + rng.normal(size=n).astype(np.float32)  # pieces are alike, as with a constant gradient
     noises = np.repeat([noise, 0.0], [150 * PIECE, n - 150 * PIECE]).astype(np.float32)
     scales = [NoiseScale([n, 7], ranks, 0, np.asarray, np.array) for _ in range(ranks)]
     for step in range(100):
         for scale in scales:
             gradient = signal + noises * rng.normal(size=n).astype(np.float32)
-            scale.measure(step, [gradient, None])
+            scale.measure(step, [gradient, None if step % 4 else signal[:7]])
         mean = np.mean([scale.message for scale in scales], axis=0)
         for scale in scales:
             scale.message[...] = mean
             scale.learn()
-    rho = (1 + noise**2 / ranks) / (1 + noise**2)
     factors = scales[0].scales()
-    assert len(factors) == 202  # the rest of 5 elements has one, and so has the small tensor
+    assert all(np.array_equal(scale.scales(), factors) for scale in scales)
+    whole, small = (factors[groups] for groups in scales[0].groups)
+    np.testing.assert_allclose(small, 1.0, rtol=1e-3)  # the ranks agree, though most steps have no gradient
     if ranks == 2:
-        rho = (1 + 0.75 * noise**2 / ranks) / (1 + 0.75 * noise**2)  # of the whole tensor
-        np.testing.assert_allclose(factors[:201], 1 / math.sqrt(rho), rtol=0.15)
+        rho = (2 + 0.75 * noise**2 / ranks) / (2 + 0.75 * noise**2)  # of the whole tensor
+        np.testing.assert_allclose(whole, 1 / math.sqrt(rho), rtol=0.15)
     else:
-        assert np.median(factors[:150]) == pytest.approx(1 / math.sqrt(rho), rel=0.1)
-        np.testing.assert_allclose(factors[150:], 1.0, rtol=1e-3)
+        rho = (2 + noise**2 / ranks) / (2 + noise**2)
+        assert len(whole) == 201  # the rest of 5 elements has a factor, too
+        assert np.median(whole[:150]) == pytest.approx(1 / math.sqrt(rho), rel=0.1)
+        np.testing.assert_allclose(whole[150:], 1.0, rtol=1e-3)
 
 
 def test_updates_of_adaptive_optimizers_are_scaled_and_their_weight_decay_is_not():

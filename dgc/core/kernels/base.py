@@ -23,7 +23,7 @@ from dgc.errors import LayoutError
 # An array that kernels work on: NumPy's, or CuPy's on a GPU. Arguments declared as ``np.ndarray`` are on the host.
 Array: TypeAlias = Any
 
-# Elements that have one factor in :meth:`Kernels.take_update`. A kernel's tile is a multiple of it.
+# Elements that have one factor in :meth:`Kernels.take_update`. A tile of the CPU's kernel is a multiple of it.
 PIECE = 1024
 
 # The number of each element type in the kernels.
@@ -96,14 +96,21 @@ def is_finite(values: np.ndarray) -> bool:
 
 
 def subtract(p: Array, place: Array, theta: Array, factors: Array | None, decay: float) -> None:
-    """Replace p by ``s * (p - place) + (s - 1) * decay * theta``, (n,) each, with ``s = factors[i // PIECE]`` or 1."""
+    """Replace p by ``s * (p - place) + (s - 1) * decay * theta``, (n,) each.
+
+    s is ``factors[i // PIECE]`` for the element i, or the only factor; 1 if there is none.
+    """
     p -= place
     if factors is None:
         return
-    count = len(p) // PIECE
-    full = count * PIECE
-    scaled = (p[:full].reshape(count, PIECE), theta[:full].reshape(count, PIECE), factors[:count, None])
-    for x, t, s in (scaled, (p[full:], theta[full:], factors[count:])):
+    parts = [(p, theta, factors)]
+    if len(factors) > 1:
+        count = len(p) // PIECE
+        full = count * PIECE
+        parts = [(p[:full].reshape(count, PIECE), theta[:full].reshape(count, PIECE), factors[:count, None])]
+        if full < len(p):
+            parts.append((p[full:], theta[full:], factors[count:]))
+    for x, t, s in parts:
         x *= s
         if decay:
             x += t * ((s - 1) * decay)

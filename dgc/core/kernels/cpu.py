@@ -197,7 +197,7 @@ class NumbaKernels(Kernels):
             raise LayoutError(f"{', '.join(f'{e.dtype} {e.shape}' for e in arrays)}: all must be float32 of one length")
         found = np.zeros(self.threads, np.bool_)
         factors = np.asarray(factors, np.float32)
-        if factors.size not in (0, -(-n // PIECE)):
+        if factors.size not in (0, 1, -(-n // PIECE)):
             raise LayoutError(f"{factors.size} factors for {n} elements")
         self._team.run(self.threads, ahead_tiles, -(-n // TILE), *arrays, task, factors, np.float32(decay), found)
         return found
@@ -315,7 +315,8 @@ COMPARE, TAKE, PUT = range(3)
 def ahead_tiles(worker, progress, tiles, p, theta, a, task, factors, decay, found):
     """Compare p with theta + a, take the update out of p, or write theta + a into p; (n,) each. A kernel for ``Team``.
 
-    ``found[worker]`` becomes True if p differs somewhere. ``factors`` are empty if all are 1.
+    ``found[worker]`` becomes True if p differs somewhere. ``factors`` has one
+    element for each piece, one for all, or none if all are 1.
     """
     while True:
         tile = fetch_add(progress, 0, 1)
@@ -336,7 +337,7 @@ def ahead_tiles(worker, progress, tiles, p, theta, a, task, factors, decay, foun
                 x[i] -= t[i] + y[i]
         else:
             for begin in range(0, x.size, PIECE):
-                s, end = factors[(start + begin) // PIECE], min(begin + PIECE, x.size)
+                s, end = factors[min((start + begin) // PIECE, factors.size - 1)], min(begin + PIECE, x.size)
                 if decay == 0:
                     for i in range(begin, end):
                         x[i] = s * (x[i] - (t[i] + y[i]))

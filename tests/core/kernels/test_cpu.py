@@ -157,14 +157,15 @@ def test_a_norm_beyond_float64_is_infinite():
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("n", [0, 1000, ALONE, 3 * TILE + 1])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("scaled", ["", "whole", "pieces"])
 @pytest.mark.parametrize("decay", [0.0, 3e-4])
 def test_step_ahead_equals_the_operators_bit_for_bit(threads, n, scaled, decay):
     kernels, reference = NumbaKernels(threads), ReferenceKernels()
     rng = np.random.default_rng(n)
     p, theta, a = rng.normal(size=(3, n)).astype(np.float32)
     expected = p.copy()
-    factors = rng.uniform(1, 4, -(-n // PIECE)).astype(np.float32) if scaled else None
+    count = 1 if scaled == "whole" else -(-n // PIECE)
+    factors = rng.uniform(1, 4, count).astype(np.float32) if scaled else None
     kernels.take_update(p, theta, a, factors, decay)
     reference.take_update(expected, theta, a, factors, decay)
     np.testing.assert_array_equal(p, expected)
