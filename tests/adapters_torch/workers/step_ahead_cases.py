@@ -1,6 +1,7 @@
 """On 2 real ranks under torchrun: the optimizer steps on its rank's own gradient, and updates are exchanged."""
 
 import contextlib
+import copy
 import tempfile
 import warnings
 from unittest.mock import Mock, patch
@@ -792,3 +793,17 @@ def a_damaged_state_is_refused_before_anything_changes(key):
         saved[key] = [[float("nan")] * len(row) for row in saved[key]]
     raises(dgc.errors.LayoutError, "damaged", lambda: run.compression.load_state_dict(saved))
     assert digest(run.module) == before
+
+
+@case
+def states_of_more_ranks_are_resized():
+    run = Run("dgc", adamw, **SPARSE).train(range(3))
+    own = gathered(run.compression.state_dict())
+    states = [copy.deepcopy(own[rank % 2]) | {"rank": rank, "size": 4} for rank in range(4)]
+    for state in states:  # on more ranks the noise scale has other groups
+        state["parameters"]["dgc.noise_scale"]["u"] = torch.zeros(999)
+        state["noise"] = [[1.0] * 333] * 2
+    run.compression.load_state_dict(states, resize=True)
+    run.train(range(3, 6))
+    run.compression.average()
+    assert len(set(gathered(digest(run.module)))) == 1
