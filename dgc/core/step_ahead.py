@@ -8,7 +8,7 @@ Each rank's optimizer steps on the rank's own gradient. Letters, for one paramet
 
 The optimizer's ``step()`` adds an update to p. After it:
 
-    a     <- a + s * update            s = 1, or 1 / sqrt(rho): see NoiseScale
+    a     <- a + s * update            s = 1, or 1 / sqrt(rho): see noise_scale.py
     sent   = coded(largest entries of a);  a <- a - sent
     theta <- theta + mean of sent over all ranks, added in rank order
     p     <- theta + a
