@@ -336,14 +336,15 @@ def ahead_tiles(worker, progress, tiles, p, theta, a, task, factors, decay, foun
             for i in range(x.size):
                 x[i] -= t[i] + y[i]
         else:
-            for begin in range(0, x.size, PIECE):
-                s, end = factors[min((start + begin) // PIECE, factors.size - 1)], min(begin + PIECE, x.size)
+            for begin in range(start, stop, PIECE):  # slices of their own, so that the compiler vectorises the loops
+                s, end = factors[min(begin // PIECE, factors.size - 1)], min(begin + PIECE, stop)
+                x, t, y = p[begin:end], theta[begin:end], a[begin:end]
                 if decay == 0:
-                    for i in range(begin, end):
+                    for i in range(x.size):
                         x[i] = s * (x[i] - (t[i] + y[i]))
                 else:
                     share = (s - np.float32(1)) * decay
-                    for i in range(begin, end):
+                    for i in range(x.size):
                         x[i] = s * (x[i] - (t[i] + y[i])) + t[i] * share
         fetch_add(progress, 1, 1)
 
