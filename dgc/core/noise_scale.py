@@ -75,9 +75,9 @@ class NoiseScale:
     def measure(self, step: int, gradients: Sequence[Array | None]) -> None:
         """Write the numbers of this rank's gradients, each (n,), into the message."""
         rng = np.random.default_rng((self._seed, step))
-        longest = max((len(g) for g in gradients if g is not None), default=0)
-        rows = self._convert(rng.choice(_SIGNS, 1 + longest // PIECE))
         columns = self._convert(rng.choice(_SIGNS, (PROJECTIONS, PIECE)))
+        longest = max((len(g) for g in gradients if g is not None and self._joins), default=0)
+        rows = self._convert(rng.choice(_SIGNS, longest // PIECE))  # the signs of joined pieces
         self._projected[...] = 0.0
         for g, groups in zip(gradients, self.groups, strict=True):
             if g is None:

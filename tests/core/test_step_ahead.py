@@ -241,19 +241,25 @@ def test_the_noise_scale_is_the_ratio_of_the_squares_of_one_gradient_and_of_the_
         np.testing.assert_allclose(whole[150:], 1.0, rtol=1e-3)
 
 
-def test_updates_of_adaptive_optimizers_are_scaled_and_their_weight_decay_is_not():
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_updates_of_adaptive_optimizers_are_scaled_and_their_weight_decay_is_not(ranks):
     def job(transport):
         ahead, values = make(transport, rescales=True, **EXACT), first_values()
-        ahead.noise.load([[1.0] * 3, [4.0] * 3])  # s = sqrt(2), the most on two ranks
+        groups = ahead.noise.groups
+        own = np.linspace(1.1, ranks, groups[-1].stop)  # squares of the factors
+        ahead.noise.load([[1.0] * len(own), own.tolist()])
         ahead.start(values)
         decay, before = 0.01, [value.copy() for value in values]
         for value in values:
             value += 0.5 - decay * value
         ahead.step(values, [None] * 3, [decay] * 3, values, values)
         ahead.exchange.close()
-        return [(v - b + decay * b).mean() for v, b in zip(values, before, strict=True)]
+        for value, first, group in zip(values, before, groups, strict=True):
+            length = value.size if ranks == 2 else PIECE  # on two ranks a tensor has one factor
+            factors = np.repeat(np.sqrt(own[group]), length)[: value.size]
+            np.testing.assert_allclose(value - first + decay * first, 0.5 * factors, rtol=1e-4)
 
-    np.testing.assert_allclose(run_ranks(2, job), 0.5 * math.sqrt(2), rtol=1e-4)
+    run_ranks(ranks, job)
 
 
 class NoMemory(np.ndarray):

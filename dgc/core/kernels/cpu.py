@@ -315,8 +315,8 @@ COMPARE, TAKE, PUT = range(3)
 def ahead_tiles(worker, progress, tiles, p, theta, a, task, factors, decay, found):
     """Compare p with theta + a, take the update out of p, or write theta + a into p; (n,) each. A kernel for ``Team``.
 
-    ``found[worker]`` becomes True if p differs somewhere. ``factors`` has one
-    element for each piece, one for all, or none if all are 1.
+    ``found[worker]`` becomes True if p differs somewhere. ``factors`` has an element for each piece, one for
+    all, or none if all are 1.
     """
     while True:
         tile = fetch_add(progress, 0, 1)
