@@ -3,7 +3,8 @@ r"""Train with DGC and AdamW, Adam or SGD on some tasks, over Gloo: the loss, an
     torchrun --nproc-per-node 2 benchmarks/adaptive.py gpt 1200 dense density=0.05,beta2=0.99,from=0.2 --seeds 0 1
 
 Each word after the number of steps is one training: ``dense``; ``fp16`` and ``powersgd=4``, DDP's hooks, the latter of
-that rank; ``onebit=0.15``, a hook as in 1-bit Adam, after dense steps that are this share of all; ``steps``, classic
+that rank; ``onebit=0.15``, a hook as in 1-bit Adam, after dense steps that are this share of all; ``diloco=80``, that
+many local steps between two exchanges, and ``local=80``, the same with plain averages of parameters; ``steps``, classic
 error feedback: the optimizer as it is, and ``Compression.dgc(steps=..., error_feedback="classic")``; ``classic``, the
 same without ``steps=``; or DGC's settings, joined by commas. Equal steps, rates and data for all. With ``--json FILE``
 the rows are added to a file, and trainings that it holds already are not repeated.
@@ -514,6 +515,41 @@ class OneBit:
             begin += gradient.numel()
 
 
+class DiLoCo:
+    """Local steps. Every ``length`` steps, and after the last one, Nesterov's SGD steps by the mean of their updates.
+
+    Source: Douillard et al. 2023, arXiv 2311.08105, whose outer rate is 0.7, and the momentum 0.9. With a rate of 1 and
+    no momentum, the parameters are averaged.
+    """
+
+    def __init__(
+        self, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, length: int, steps: int, rate: float,
+        momentum: float,
+    ) -> None:  # fmt: skip
+        self._clip, self._own, self._optimizer = task.clip, list(model.parameters()), optimizer
+        self._length, self._left, self._made, self.bytes = length, steps, 0, 0
+        self._shared = [nn.Parameter(p.detach().clone()) for p in self._own]
+        self._outer = torch.optim.SGD(self._shared, rate, momentum=momentum, nesterov=momentum > 0)
+
+    def step(self) -> None:
+        if self._clip:
+            nn.utils.clip_grad_norm_(self._own, self._clip)
+        self._optimizer.step()
+        self._made += 1
+        self._left -= 1
+        if self._made % self._length and self._left:
+            return
+        for shared, p in zip(self._shared, self._own, strict=True):
+            shared.grad = shared.detach() - p.detach()
+            dist.all_reduce(shared.grad)
+            shared.grad /= dist.get_world_size()
+            self.bytes += 4 * p.numel()
+        self._outer.step()
+        with torch.no_grad():
+            for shared, p in zip(self._shared, self._own, strict=True):
+                p.copy_(shared)
+
+
 class DGC:
     """dgc's optimizer, from the first step on or after dense ones."""
 
@@ -654,6 +690,10 @@ def train(task: Task, data: Any, word: str, steps: int, seed: int, points: int) 
         method = Hooked(task, model, optimizer, int(given["powersgd"]) if "powersgd" in given else None)
     elif "onebit" in given:
         method = OneBit(task, model, optimizer, round(float(given["onebit"]) * steps))
+    elif "diloco" in given:
+        method = DiLoCo(task, model, optimizer, int(given["diloco"]), steps, rate=0.7, momentum=0.9)
+    elif "local" in given:
+        method = DiLoCo(task, model, optimizer, int(given["local"]), steps, rate=1.0, momentum=0.0)
     elif word.startswith("ahead"):
         method = Ahead(task, model, optimizer, given, steps)
     else:
@@ -722,7 +762,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("steps", type=int)
-    parser.add_argument("settings", nargs="+", help="dense, fp16, powersgd=RANK, onebit=SHARE, or DGC's: see above")
+    parser.add_argument(
+        "settings",
+        nargs="+",
+        help="dense, fp16, powersgd=RANK, onebit=SHARE, diloco=STEPS, local=STEPS, or DGC's: see above",
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--batch", type=int, help="sequences of a rank in a step, for the GPTs")
     parser.add_argument("--beta1", type=float, help="another beta1 of the optimizer")

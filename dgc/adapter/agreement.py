@@ -104,8 +104,17 @@ def built_together(transport: Transport, build: Callable[[], T]) -> T:
     return built[0]
 
 
+def any_true(transport: Transport, value: bool) -> bool:
+    """Return whether ``value`` is true on some rank. Collective; a rank may call :func:`tell_error` instead."""
+    descriptions = gather_if_different(transport, {"value": value})
+    if descriptions is None:
+        return value
+    _raise_remote_error(descriptions)
+    return True
+
+
 def tell_error(transport: Transport, error: Exception) -> None:
-    """Send an error to the ranks that wait in :func:`require_agreement`. Collective."""
+    """Send an error to the ranks that wait in another function of this module. Collective."""
     report(error, lambda described: gather_if_different(transport, {ERROR_KEY: described}))
 
 

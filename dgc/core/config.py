@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -203,7 +204,21 @@ class DGCConfig:
         An adaptive optimizer gets step-ahead error feedback if the adapter can exchange updates (``steps_ahead``). If
         the user gives no sparsity, :meth:`on_ranks` chooses it then, which a sparsity of None stands for. With classic
         error feedback, the option ``steps`` gives an adaptive optimizer a larger density.
+
+        Warns:
+            RuntimeWarning: there is a ``rampup_step``, and only one sparsity.
         """
+        suited = self._suited(adaptive, steps_ahead=steps_ahead)
+        if suited.rampup_step > 1 and suited.sparsity is not None and len(set(suited.sparsity)) == 1:
+            warnings.warn(
+                f"rampup_step={suited.rampup_step} has no effect, because the sparsity is {suited.sparsity[0]} in all "
+                "steps: give a list, as in sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999], or leave rampup_step out",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        return suited
+
+    def _suited(self, adaptive: bool, *, steps_ahead: bool) -> DGCConfig:
         if not adaptive or self.algorithm != "dgc":
             return dataclasses.replace(self, sparsity=self.sparsities)
         ahead = self.steps_ahead or (steps_ahead and self._may_step_ahead())
@@ -211,6 +226,8 @@ class DGCConfig:
         # With more entries at the beginning, training does not stay on a plateau: see benchmarks/results/README.md.
         # The first sparsity holds for half of the ramp-up.
         rampup_step = 2 * AHEAD_FIRST_STEPS if self.steps is None else max(1, 2 * self.steps // 5)
+        if self.rampup_step > 1:
+            rampup_step = self.rampup_step
         if ahead and (self.steps is not None or self.sparsity is None):  # with steps, it is that of of_steps()
             return dataclasses.replace(chosen, sparsity=None, rampup_step=rampup_step)
         if self.steps is None:

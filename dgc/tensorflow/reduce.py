@@ -161,14 +161,27 @@ class Reducer:
         return (gradients, verdict_of(gradients)) if self.passes == 1 else self._added(gradients)
 
     @tf.autograph.experimental.do_not_convert
+    def common_verdict(self, verdict: tf.Tensor) -> tf.Tensor:
+        """Return a verdict of :meth:`reduce` that is the same on all ranks, now or in the graph being built."""
+        engine, compression = self.engine, self.compression
+        if compression is None or not isinstance(engine, StepAheadEngine):
+            return verdict
+        engine.is_scaled, reference = True, weakref.ref(compression)
+
+        def agree(*arguments: Any) -> tuple[list[np.ndarray], int]:
+            engine = still_there(reference).engine
+            assert isinstance(engine, StepAheadEngine)
+            return [], engine.common_verdict(int(arguments[-1][0]))
+
+        return cross(agree, [], None, [verdict])[1]
+
+    @tf.autograph.experimental.do_not_convert
     def follow_update(
         self,
         gradients: Sequence[Gradient],
         variables: Sequence[Variable],
         optimizer: Optimizer,
         verdict: tf.Tensor,
-        *,
-        is_scaled: bool = False,
     ) -> Callable[[], None]:
         """With step-ahead error feedback, read the variables before the optimizer's update.
 
@@ -176,8 +189,7 @@ class Reducer:
             gradients: the results of :meth:`reduce`, which the optimizer will apply.
             variables: as in :meth:`reduce`.
             optimizer: the optimizer.
-            verdict: the verdict of :meth:`reduce`.
-            is_scaled: whether a rank whose gradients overflow makes no update. Then it has fewer steps than others.
+            verdict: the verdict of :meth:`reduce`, or of :meth:`common_verdict`.
 
         Returns:
             A function that exchanges the update after it, now or in the graph being built.
@@ -200,7 +212,7 @@ class Reducer:
         ]
         decay = rate * tf.cast(0.0 if optimizer.weight_decay is None else optimizer.weight_decay, tf.float32)
         given = [g for _, g in pairs]
-        if is_scaled:
+        if engine.is_scaled:
             refused = tf.equal(verdict, REFUSED)
             given, decay = [tf.where(refused, tf.zeros_like(g), g) for g in given], tf.where(refused, 0.0, decay)
         decaying = {id(v) for v in map(raw_variable, variables) if optimizer._use_weight_decay(v)}
@@ -210,7 +222,7 @@ class Reducer:
 
         def exchange() -> int:
             now = [v.read_value() for v in engine.variables]
-            values, _ = cross(step, now, None if is_scaled else rate, [decay, *given, *before])
+            values, _ = cross(step, now, rate, [decay, *given, *before])
             for variable, value in zip(engine.variables, values, strict=True):
                 variable.assign(value)
             return 0
@@ -451,7 +463,11 @@ def _step_ahead_of(compression: DGCCompressor, places: Sequence[tuple[int, bool]
         decays = [0.0] * len(after)
         for (index, decays_too), gradient in zip(places, rest[1:], strict=False):
             gradients[index], decays[index] = gradient, decay * decays_too
-        return engine.exchange_updates(before, after, gradients, decays, () if rate is None else (rate,)), APPLY
+        assert rate is not None
+        try:
+            return engine.exchange_updates(before, after, gradients, decays, (rate,)), APPLY
+        finally:
+            engine.has_agreed = False
 
     return step
 

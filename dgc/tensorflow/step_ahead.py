@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from dgc.adapter.agreement import (
     agree_or_raise,
+    any_true,
     built_together,
     require_agreement,
     require_replicas,
@@ -29,11 +30,18 @@ from dgc.core.step_ahead import StepAhead
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.adoption import Optimizer, is_keras, optimizer_variables, without_loss_scale
 from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.tensors import ResultPool, as_array, describe, raw_variable
+from dgc.tensorflow.tensors import ACCUMULATED, REFUSED, ResultPool, as_array, describe, raw_variable
 
 
 class StepAheadEngine(StepAheadBase, Engine):
-    """The variables of one model, their shared values, and the exchange of updates. Construction is collective."""
+    """The variables of one model, their shared values, and the exchange of updates. Construction is collective.
+
+    Attributes:
+        is_scaled: whether :meth:`common_verdict` comes before each step of the optimizer.
+        has_agreed: whether it was called in the present step, so that the next collective is the exchange.
+    """
+
+    is_scaled = has_agreed = False
 
     def __init__(self, *arguments: Any) -> None:
         """Take the arguments of :class:`~dgc.tensorflow.engine.Engine`."""
@@ -64,6 +72,18 @@ class StepAheadEngine(StepAheadBase, Engine):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
+    def common_verdict(self, verdict: int) -> int:
+        """Return REFUSED on all ranks if the gradients of any rank overflow, as in dense training. Collective.
+
+        So all ranks have the same loss scale, and the same number of steps for a learning rate schedule.
+        """
+        self.require_open("apply()")
+        if verdict == ACCUMULATED:  # on all ranks
+            return verdict
+        overflows = any_true(self.between, verdict == REFUSED)
+        self.has_agreed = True
+        return REFUSED if overflows else verdict
+
     def exchange_updates(
         self,
         before: Sequence[np.ndarray],
@@ -80,7 +100,7 @@ class StepAheadEngine(StepAheadBase, Engine):
             after: their values after it.
             gradients: this rank's gradients, or None where a variable has none.
             decays: for each variable, the share of it that the optimizer has taken off as weight decay.
-            rates: the learning rate, which must be equal on all ranks; empty if it need not be.
+            rates: the learning rate, which must be equal on all ranks; empty without an optimizer.
             joins: flags of a rank that takes part without data.
 
         Returns:
@@ -171,7 +191,7 @@ class StepAheadEngine(StepAheadBase, Engine):
 
     @override
     def fail(self, error: DGCError) -> NoReturn:
-        if not self.ahead.shared:  # the other ranks are in _start()
+        if not self.ahead.shared or (self.is_scaled and not self.has_agreed):  # the others agree on something
             tell_error(self.transport, error)
             raise error
         super().fail(error)

@@ -163,6 +163,21 @@ def test_what_step_ahead_sends_depends_on_the_number_of_ranks(ranks, densities, 
     )
 
 
+def test_the_users_ramp_up_holds_for_the_sparsities_that_dgc_chooses(recwarn):
+    config = make_config({"rampup_step": 300}).suited(True, steps_ahead=True).on_ranks(2)
+    schedule = Schedule(config.sparsity, config.rampup_begin_step, config.rampup_step)
+    assert [schedule.density(step) for step in range(300)] == pytest.approx([0.1] * 150 + [0.02] * 150)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("options", [{}, {"sparsity": 0.99}, {"sparsity": [0.99, 0.99]}])
+def test_a_ramp_up_with_one_sparsity_is_a_warning(options, recwarn):
+    make_config(options).suited(False)
+    assert not recwarn.list
+    with pytest.warns(RuntimeWarning, match="rampup_step=9 has no effect, because the sparsity is 0.99"):
+        make_config({**options, "rampup_step": 9}).suited(False)
+
+
 def test_only_what_dgc_chooses_for_step_ahead_depends_on_the_ranks():
     ahead = {"error_feedback": "step-ahead"}
     for config in (

@@ -341,7 +341,8 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
         """Unscale and exchange ``grads``. Update the variables unless a rank met a non-finite value."""
         variables, scale = self._begin(trainable_variables), tf.convert_to_tensor(self.dynamic_scale)
         reduced, verdict = self._dgc_reducer.reduce(grads, variables, self.inner_optimizer, scale)
-        exchange = self._dgc_reducer.follow_update(reduced, variables, self.inner_optimizer, verdict, is_scaled=True)
+        verdict = self._dgc_reducer.common_verdict(verdict)
+        exchange = self._dgc_reducer.follow_update(reduced, variables, self.inner_optimizer, verdict)
 
         def finite() -> int:
             self.inner_optimizer.apply(reduced, variables)

@@ -1,5 +1,6 @@
 """Step-ahead error feedback in Keras 3, on real ranks: the optimizer steps on its rank's gradient, updates travel."""
 
+import contextlib
 import itertools
 
 import horovod.tensorflow as hvd
@@ -28,7 +29,8 @@ GRAPH = {"graph": False, "eager": True}
 
 def made(kind="sgd", options=None, model=None, eager=True, **arguments):
     compression = dgc.Compression.dgc(**(SPARSE if options is None else options))
-    optimizer = dgck.DistributedOptimizer(OPTIMIZERS[kind](), compression=compression, **arguments)
+    inner = OPTIMIZERS[kind]() if isinstance(kind, str) else kind
+    optimizer = dgck.DistributedOptimizer(inner, compression=compression, **arguments)
     model = model or m.make_model()
     model.compile(optimizer=optimizer, loss=m.loss_function, run_eagerly=eager)
     return model
@@ -371,24 +373,46 @@ def an_embedding_and_a_frozen_layer():
     m.assert_replicas([np.asarray(v) for v in m.raw(model.variables)])
 
 
-@case
-def an_overflow_under_mixed_precision_is_skipped_on_its_rank():
+@contextlib.contextmanager
+def mixed_float16():
     policy = keras.config.dtype_policy()
     keras.mixed_precision.set_dtype_policy("mixed_float16")
     try:
-        model = made("adamw", eager=False)
+        yield
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+@case(eager=GRAPH, passes=(1, 2))
+def an_overflow_on_one_rank_is_skipped_on_all(eager, passes):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.9)
+    with mixed_float16():
+        model = made(keras.optimizers.AdamW(schedule), eager=eager, backward_passes_per_step=passes)
         x, y = m.dataset(8)
         if hvd.rank() == 1:
             x[4 * 8], y[4 * 8] = 1e6, 1e6
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[ROOT(0)])
-    finally:
-        keras.config.set_dtype_policy(policy)
-    scale = np.asarray(model.optimizer.dynamic_scale)
-    assert m.replicas_differ([scale])
+    optimizer = model.optimizer
+    state = [optimizer.dynamic_scale, optimizer.step_counter, optimizer.iterations, optimizer.learning_rate]
+    m.assert_replicas([np.asarray(v) for v in state])
+    assert float(np.asarray(optimizer.dynamic_scale)) == 2.0**14
+    assert int(np.asarray(optimizer.iterations)) == 7
     assert all(np.isfinite(v).all() for v in m.values(model))
-    assert model.optimizer.compression.stats.steps == 8
+    assert model.optimizer.compression.stats.steps == 8 // passes
     assert_shared(model)
     assert_average(model)
+
+
+@case(eager=GRAPH, steps=(0, 2))
+def an_error_of_one_rank_under_mixed_precision_is_an_error_of_all(eager, steps):
+    with mixed_float16():
+        model = made("adamw", eager=eager)
+        if steps:
+            m.fit(model, steps, callbacks=[ROOT(0)])
+        if hvd.rank() == 1:
+            model.layers[0].kernel.constraint = keras.constraints.NonNeg()
+            model.make_train_function(force=True)
+        m.assert_raises(lambda: m.fit(model, 1), "a variable has a constraint")
 
 
 @case
