@@ -3,8 +3,8 @@
     taskset -c 0 python benchmarks/many_ranks_ahead.py 64 dense ahead ahead=0.2 --seeds 0 1 --json FILE
 
 Each word after the number of ranks is one training: ``dense``; ``ahead``, with the entries that dgc chooses for this
-number of ranks; or ``ahead=DENSITY``. All ranks together have 64 sequences in a step, so 64 ranks have one each. Each
-rank clips its own gradient. Every rank has the core's own exchange over :mod:`dgc.transport.local`; gradients and
+number of ranks; or ``ahead=DENSITY``. All ranks together have ``--sequences`` in a step; of 64, 64 ranks have one each.
+Each rank clips its own gradient. Every rank has the core's own exchange over :mod:`dgc.transport.local`; gradients and
 optimizer steps of all ranks are computed together. On one core (``taskset``) the ranks' threads take turns.
 """
 
@@ -33,7 +33,7 @@ from dgc.core.layout import Parameter  # noqa: E402
 from dgc.core.step_ahead import StepAhead  # noqa: E402
 from dgc.transport.local import local_world  # noqa: E402
 
-TASK, SEQUENCES = TASKS["gpt"], 64
+TASK = TASKS["gpt"]
 
 
 def engines(word: str, steps: int, named: dict[str, torch.Tensor], ranks: int) -> list[StepAhead]:
@@ -114,12 +114,13 @@ def main() -> None:
     parser.add_argument("ranks", type=int, choices=[2, 4, 8, 16, 32, 64])
     parser.add_argument("words", nargs="+")
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--sequences", type=int, default=64, help="of all ranks in a step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    data = _text(64, SEQUENCES // given.ranks)
-    report: dict[str, Any] = {"ranks": given.ranks, "rows": []}
+    data = _text(64, given.sequences // given.ranks)
+    report: dict[str, Any] = {"ranks": given.ranks, "sequences": given.sequences, "rows": []}
     if given.json and given.json.exists():
         report = json.loads(given.json.read_text())
     report |= facts("torch", "numpy", "numba")

@@ -59,7 +59,7 @@ class Flags(enum.IntFlag):
     ERROR = 2  # the sender failed: error_code and error_parameter say how, and there are no entries
     JOINED = 4  # the sender has no data: its gradients are 0, and its fingerprint is not compared
     BY_TRAINING = 8  # with JOINED: from the next step on, averages are over the ranks that have not joined
-    ENDED = 16  # with JOINED: a callback has ended the sender's training
+    ENDED = 16  # with JOINED: the sender's fit() has ended
     EDITED = 32  # with step-ahead error feedback: the sender's parameters were changed outside of step()
 
 

@@ -343,14 +343,14 @@ class Engine(EngineBase):
             moment.absorb([self.variables[i] for i in self.members], steps, self._absorb)
 
     def _require_all_ended(self) -> None:
-        """Raise an error on all ranks if a callback has ended ``fit()`` on only some of them."""
+        """Raise an error on all ranks if only some of them have ended ``fit()``."""
         ended = sorted(rank for rank, flags in self.exchange.joined.items() if flags & Flags.ENDED)
         if 0 < len(ended) < self.between.size:
             self.exchange.joined = {}
             raise ConfigError(
-                f"a callback has ended fit() on rank {ended[0]} while others still train: a callback such as "
-                "EarlyStopping must see the same values on all ranks; place MetricAverageCallback before it in the "
-                "list of callbacks"
+                f"rank {ended[0]} has ended fit() while others still train: give all ranks the same number of batches, "
+                "and callbacks such as EarlyStopping the same values on all ranks, by MetricAverageCallback before "
+                "them in the list of callbacks"
             )
 
     def _count_run(self) -> None:

@@ -30,7 +30,7 @@ from dgc.core.step_ahead import StepAhead
 from dgc.errors import ConfigError, DGCError, LayoutError
 from dgc.tensorflow.adoption import Optimizer, is_keras, optimizer_variables, without_loss_scale
 from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.tensors import ACCUMULATED, REFUSED, ResultPool, as_array, describe, raw_variable
+from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, ResultPool, as_array, describe, raw_variable
 
 
 class StepAheadEngine(StepAheadBase, Engine):
@@ -160,7 +160,7 @@ class StepAheadEngine(StepAheadBase, Engine):
             self._differed = True
             self.exchange.state.step += 1
             return False
-        self._left_at = self.adoption.steps
+        self._left_at = self.adoption.steps - 1  # the optimizer has made this step already
         self._warn_of_loss()
         self.ahead.start(values)
         return True
@@ -185,6 +185,8 @@ class StepAheadEngine(StepAheadBase, Engine):
 
     @override
     def exchange_nothing(self, flags: int) -> None:
+        if self.is_scaled:
+            self.common_verdict(APPLY)
         if self.ahead.shared:
             values = [np.asarray(v) for v in self.variables]
             self.exchange_updates(values, values, [None] * len(values), [0.0] * len(values), (), flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 import warnings
 from collections.abc import Iterable
 from functools import partial
@@ -86,6 +87,7 @@ class DGCCompressor(HorovodCompressor):
                     "this compressor is already bound to a model; residuals cannot be shared: build one compressor for "
                     "each model and optimizer"
                 )
+            _refuse_torchs_zero(optimizer)
             named = list(named_parameters)
             is_sharded, adaptive = updater_of(optimizer) is not optimizer, is_adaptive(optimizer)
             self.config = self.config.suited(adaptive, steps_ahead=not is_sharded)
@@ -191,6 +193,15 @@ class TorchCompression(CompressionBase[NamedParameters, torch.optim.Optimizer, D
             require_momentum_source(optimizer, compressor.config, "parameters")
         compressor.bind(named, optimizer, stock=True)
         return compressor
+
+
+def _refuse_torchs_zero(optimizer: object) -> None:
+    module = sys.modules.get("torch.distributed.optim")  # not imported here, because that takes a second
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        raise ConfigError(
+            "torch's ZeroRedundancyOptimizer steps only a share of the parameters on each rank and does not tell the "
+            "compressor which: replace it by dgc.torch.ZeroRedundancyOptimizer, which takes the same arguments"
+        )
 
 
 def named_pairs(optimizer: torch.optim.Optimizer, named_parameters: Any) -> list[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,13 @@ class CompressionState(Joinable):
         self._hook: Callable[[], JoinHook | None] = lambda: None  # with step-ahead, of the Join that is under way
         if optimizer is not None:
             self.bind(optimizer)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a DDP model with dgc's hook cannot be copied or pickled, as the compressor holds this rank's residuals: "
+            "use the module inside it, as in AveragedModel(model.module), copy.deepcopy(model.module) and "
+            "torch.save(model.module.state_dict(), path)"
+        )
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Adopt the momentum of the optimizer that steps the model. Collective; call it once, before any backward pass.

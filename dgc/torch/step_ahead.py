@@ -184,27 +184,37 @@ class StepAheadEngine(StepAheadBase):
             self._average_state(optimizer)
 
     def _average_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace each tensor of the optimizer's state by its mean over the ranks that have it."""
+        """Replace each tensor of the optimizer's state by its mean over the ranks that have it, on all ranks.
+
+        Counts of steps become the largest of all ranks.
+        """
+        states = [optimizer.state.get(p, {}) for p in self.parameters]
         found = {
-            f"{i} {key}": local(value)
-            for i, p in enumerate(self.parameters)
-            for key, value in optimizer.state.get(p, {}).items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step"
+            (i, key): local(value)
+            for i, state in enumerate(states)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
         }
-        everywhere = gather_values(self.between, {name: value.numel() for name, value in found.items()})
-        owners = collections.Counter(name for own in everywhere for name in own)
-        sizes = {name: size for own in everywhere for name, size in own.items()}
-        room = built_together(self.transport, lambda: np.empty(max(sizes.values(), default=0), np.float32))
-        for name in sorted(owners):
-            own, mean = found.get(name), room[: sizes[name]]
-            if own is None:
-                mean.fill(0.0)
-            else:
-                torch.from_numpy(mean).view(own.shape).copy_(own.detach())
-            self.between.allreduce(mean, "sum")
-            if own is not None:
-                mean /= np.float32(owners[name])
-                own.copy_(torch.from_numpy(mean).view(own.shape))
+        everywhere = gather_values(self.between, [[i, key, list(v.shape)] for (i, key), v in found.items()])
+        owners = collections.Counter((i, key) for own in everywhere for i, key, _ in own)
+        shapes = {(i, key): shape for own in everywhere for i, key, shape in own}
+        order = sorted(owners, key=str)
+
+        def build() -> tuple[list[torch.Tensor], np.ndarray]:
+            own = [
+                found[i, key] if (i, key) in found else _make_entry(optimizer, self.parameters[i], key, shapes[i, key])
+                for i, key in order
+            ]
+            return own, np.empty(max((v.numel() for v in own), default=0), np.float32)
+
+        values, room = built_together(self.transport, build)
+        for (i, key), own in zip(order, values, strict=True):
+            mean = room[: own.numel()]
+            torch.from_numpy(mean).view(own.shape).copy_(own.detach())
+            self.between.allreduce(mean, "max" if key == "step" else "sum")
+            if key != "step":
+                mean /= np.float32(owners[i, key])
+            own.copy_(torch.from_numpy(mean).view(own.shape))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -376,6 +386,17 @@ class StepAheadEngine(StepAheadBase):
             places, values = self._values()
             self.ahead.restart(values)  # the next step compares the ranks' parameters again
             self._write(places)
+
+
+def _make_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, shape: list[int]) -> torch.Tensor:
+    """Add an entry of zeros to a parameter's state, like those of other parameters; return its values."""
+    like = next((state[key] for state in optimizer.state.values() if key in state), None)
+    if like is None:
+        like = torch.zeros(()) if key == "step" else p.detach()
+    same = list(local(p).shape) == shape
+    entry = torch.zeros_like(p, dtype=like.dtype) if same else torch.zeros(shape, dtype=like.dtype, device=like.device)
+    optimizer.state[p][key] = entry
+    return local(entry).detach()
 
 
 def _decays(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[float]:

@@ -33,8 +33,9 @@ __all__ = [
 class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
     """Gives all ranks the weights and the optimizer's variables of one rank.
 
-    It does so before the first step, or after that step if the model was not built before. It also turns off XLA if
-    Keras chose XLA automatically (with a GPU), because XLA cannot compile an exchange.
+    It does so before the first step, or after that step if the model was not built before. If updates are exchanged, it
+    also averages the ranks' variables at the end of ``fit()``. It turns off XLA if Keras chose XLA automatically (with
+    a GPU), because XLA cannot compile an exchange.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "") -> None:
@@ -82,17 +83,22 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Remember a few values of the model, to notice a load before the next ``fit``.
+        """Average the variables of all ranks, if updates are exchanged, so that ``fit()`` ends as in dense training.
+
+        Also remember a few values of the model, to notice a load before the next ``fit``.
 
         Raises:
-            ConfigError: a callback has ended ``fit()`` on this rank while others still train. They raise the error too.
+            ConfigError: this rank has ended ``fit()`` while others still train. They raise the error, too.
         """
         engine = (reducer_of(self.model.optimizer) or Reducer()).engine
         if engine is None:
             return
         epochs, steps = self.params.get("epochs") or 0, self.params.get("steps") or 0
-        if self.model.stop_training and (self._epoch + 1 < epochs or self._batch + 1 < steps):
+        is_early = self.model.stop_training and (self._epoch + 1 < epochs or self._batch + 1 < steps)
+        if is_early or isinstance(engine, StepAheadEngine):
             end_together(engine)
+        if isinstance(engine, StepAheadEngine):
+            engine.average()
         engine.remember()
 
     def _was_loaded(self) -> bool:

@@ -392,6 +392,7 @@ def a_gradient_that_overflows_contributes_nothing_also_with_a_fused_optimizer(fu
     assert_shared(run)
     run.compression.average(run.optimizer)
     assert_identical(run.module)
+    assert len(set(gathered(digest([run.optimizer.state[p]["step"] for p in run.module.parameters()])))) == 1
 
 
 @case
@@ -551,7 +552,7 @@ def ranks_join_before_the_last_of_the_steps(late):
 
 
 @case
-def states_that_only_some_ranks_have_are_averaged_over_these():
+def an_average_gives_all_ranks_the_states_that_only_some_have():
     """As of a branch that only one rank used; and one-element parameters have a state, too."""
     run = Run("dgc", adamw, **SPARSE)
     run.backward(0)
@@ -559,11 +560,16 @@ def states_that_only_some_ranks_have_are_averaged_over_these():
     if dist.get_rank() == 1:
         last.grad = None
     run.optimizer.step()
+    own = run.optimizer.state.get(last, {}).get("exp_avg", torch.zeros(0)).clone()
     run.compression.average(run.optimizer)
     assert_identical(run.module)
-    averages = [run.optimizer.state[p]["exp_avg"] for p in run.module.parameters() if p is not last]
-    assert len(set(gathered(digest(averages)))) == 1
-    assert ("exp_avg" in run.optimizer.state.get(last, {})) == (dist.get_rank() == 0)
+    states = [run.optimizer.state[p] for p in run.module.parameters()]
+    assert len(set(gathered(digest([state[key] for state in states for key in sorted(state)])))) == 1
+    assert run.optimizer.state[last]["step"] == 1
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(run.optimizer.state[last]["exp_avg"], own, rtol=0, atol=0)
+    run.train(range(1, 3))
+    assert_shared(run)
 
 
 @case
@@ -770,6 +776,29 @@ def a_sharded_optimizer_is_refused():
         dgc.errors.ConfigError,
         "only a share",
         lambda: dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression),
+    )
+
+
+@case
+def a_ddp_model_is_not_copied_and_the_module_inside_is():
+    run = Run("hook", adamw, **SPARSE).train(range(1))
+    raises(TypeError, r"AveragedModel\(model.module\)", lambda: torch.optim.swa_utils.AveragedModel(run.model))
+    torch.optim.swa_utils.AveragedModel(run.model.module)
+    run.train(range(1, 3))
+    assert_shared(run)
+
+
+@case(front=("dgc", "hook"), kind=("SGD", "AdamW"), feedback=("auto", "classic"))
+def torchs_sharded_optimizer_is_refused(front, kind, feedback):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def sharded(model):
+        return ZeroRedundancyOptimizer(model.parameters(), getattr(torch.optim, kind), lr=0.1)
+
+    raises(
+        dgc.errors.ConfigError,
+        "replace it by dgc.torch.ZeroRedundancyOptimizer",
+        lambda: Run(front, sharded, error_feedback=feedback),
     )
 
 
