@@ -65,13 +65,14 @@ def an_exact_exchange_equals_dense_training(eager):
 @case(kind=OPTIMIZERS, eager=GRAPH)
 def shared_values_are_the_same_on_all_ranks_with_every_optimizer(kind, eager):
     model = made(kind, eager=eager)
-    m.fit(model, 8, callbacks=[ROOT(0)])
+    m.fit(model, 8)
     assert_shared(model)
     assert m.replicas_differ(m.values(model))
     assert model.optimizer.compression.stats.last.ratio > 2
     assert_average(model)
     m.fit(model, 4, callbacks=[ROOT(0)])
     assert_shared(model)
+    m.assert_replicas(m.values(model))  # the callback averages at the end
 
 
 @case
@@ -156,8 +157,7 @@ def a_model_that_is_built_in_fit(eager, seeds):
     model = made("adamw", {**AHEAD, "steps": 5}, model, eager)
     m.fit(model, 4, callbacks=[ROOT(0)])
     assert_shared(model)
-    assert m.replicas_differ(m.values(model))
-    m.fit(model, 1, callbacks=[])
+    m.fit(model, 1, callbacks=[])  # without the callback, which averages at the end of every fit()
     m.assert_replicas(m.values(model))
 
 
@@ -273,14 +273,13 @@ def a_compression_checkpoint_resumes_bit_for_bit(kind, averaged):
     folder = m.shared_folder()
     checkpoint = dgck.callbacks.CompressionCheckpoint(folder / "dgc")
     model = made(kind)
-    m.fit(model, 4, callbacks=[ROOT(0), checkpoint])
+    m.fit(model, 4, callbacks=[ROOT(0), checkpoint] if averaged else [checkpoint])
     if averaged:
-        model.optimizer.compression.average()
         checkpoint.save()
     m.save(model, folder / "model.keras")
     again = keras.models.load_model(folder / "model.keras")
     m.fit(model, 4, first=4)
-    m.fit(again, 4, first=4, callbacks=[ROOT(0), checkpoint])
+    m.fit(again, 4, first=4, callbacks=[checkpoint])
     for a, b in zip(m.values(model), m.values(again), strict=True):
         np.testing.assert_array_equal(a, b)
     assert_shared(again)
@@ -449,7 +448,24 @@ def a_fit_that_a_callback_ends():
     m.fit(model, 2, callbacks=[ROOT(0), Stop()], epochs=3)
     assert_shared(model)
     stop = [Stop()] if hvd.rank() else []
-    m.assert_raises(lambda: m.fit(model, 2, callbacks=[ROOT(0), *stop], epochs=3), "ended fit() on rank 1")
+    m.assert_raises(lambda: m.fit(model, 2, callbacks=[ROOT(0), *stop], epochs=3), "rank 1 has ended fit()")
+
+
+@case(mixed=(False, True))
+def a_rank_with_fewer_batches_is_an_error_of_all(mixed):
+    with mixed_float16() if mixed else contextlib.nullcontext():
+        model = made("adamw")
+        m.assert_raises(lambda: m.fit(model, 4 - 2 * hvd.rank(), callbacks=[ROOT(0)]), "rank 1 has ended fit()")
+
+
+@case
+def layers_that_are_frozen_after_fit_are_equal_on_all_ranks():
+    model = made("adamw")
+    m.fit(model, 4, callbacks=[ROOT(0)])
+    model.layers[0].trainable = False
+    made("adamw", model=model)
+    m.fit(model, 2, callbacks=[ROOT(0)])
+    m.assert_replicas(m.values(model))
 
 
 @case
