@@ -45,7 +45,7 @@ class StepAheadBase(EngineBase):
 
     @abc.abstractmethod
     def _write_shared(self) -> None:
-        """Write theta + a into the model."""
+        """Write what ``ahead`` holds into the model."""
 
     def _warn_of_edits(self) -> None:
         """Warn on rank 0 if only some ranks have edited their parameters, or if edits come in every step."""
@@ -135,6 +135,8 @@ class StepAheadBase(EngineBase):
 
     @override
     def _take_state(self, saved: dict[str, Any]) -> None:
+        if "noise" in saved:
+            self.ahead.load_noise(saved["noise"])
         if _is_averaged(saved):
             self.exchange.reset()
             self.exchange.state.step = saved["step"]
@@ -145,8 +147,6 @@ class StepAheadBase(EngineBase):
             self.ahead.start([self._convert(saved["shared"][n]) for n in self.names])
             self.ahead.is_averaged = False
             self._write_shared()
-        if self.ahead.noise is not None and "noise" in saved:
-            self.ahead.noise.load(saved["noise"])
 
 
 def _is_averaged(saved: dict[str, Any]) -> bool:

@@ -72,6 +72,11 @@ class NoiseScale:
         factors: np.ndarray = 1.0 / np.sqrt(np.clip(rho, 1.0 / self._ranks, 1.0))
         return factors.astype(np.float32)
 
+    @property
+    def shortens(self) -> bool:
+        """Whether p is theta + a / s, and not theta + a."""
+        return not self._joins
+
     def measure(self, step: int, gradients: Sequence[Array | None]) -> None:
         """Write the numbers of this rank's gradients, each (n,), into the message."""
         rng = np.random.default_rng((self._seed, step))

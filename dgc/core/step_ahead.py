@@ -3,18 +3,22 @@
 Each rank's optimizer steps on the rank's own gradient. Letters, for one parameter of n elements:
 
     theta   the shared values, the same on all ranks bit for bit
-    a       the sum of this rank's updates that it has not sent, and its codec's errors
-    p       = theta + a, the values with which the model computes
+    a       the sum of this rank's updates, times s, that it has not sent, and its codec's errors
+    s       1, or 1 / sqrt(rho) for adaptive optimizers: see noise_scale.py
+    p       = theta + a / s, the values with which the model computes; on two ranks theta + a
 
 The optimizer's ``step()`` adds an update to p. After it:
 
-    a     <- a + s * update            s = 1, or 1 / sqrt(rho): see noise_scale.py
+    a     <- a + s * update
     sent   = coded(largest entries of a);  a <- a - sent
     theta <- theta + mean of sent over all ranks, added in rank order
-    p     <- theta + a
+    p     <- theta + a / s             on two ranks theta + a
 
 So a rank feels its own steps at once, and only the contributions of other ranks come late. With plain error feedback
 every entry comes about 1 / density steps late. Training at the edge of stability does not bear such a delay.
+
+Steps are sent s times as long, because noise cancels in the mean of all ranks. In p it does not cancel. So with more
+than two ranks a rank feels its own steps with the length that its optimizer has chosen. docs/decisions.md has figures.
 
 Arrays are NumPy's, CuPy's or torch's: only operators are used that all of them have.
 
@@ -50,6 +54,8 @@ class SharedTensor:
 
     Attributes:
         theta: (n,).
+        factors: s, for the whole tensor or for each piece of PIECE elements; None if it is 1.
+        shares: 1 / s, or None if p is theta + a.
         a: (n,), or 0.0 for a small parameter that is not coded. With ``late``, the a of a small parameter includes the
             update that is being exchanged.
         residual: the state's array that holds a, (n,); (0,) for a small parameter.
@@ -58,6 +64,8 @@ class SharedTensor:
     """
 
     a: Any
+    factors: Array | None = None
+    shares: Array | None = None
 
     def __init__(
         self, theta: Array, residual: Array, error: np.ndarray, kernels: Kernels, convert: Callable[[Array], Array],
@@ -74,37 +82,52 @@ class SharedTensor:
         unsent = self.residual if self.is_sparsified else self.error
         self.a = self._convert(unsent) if len(unsent) else 0.0  # a view, or a copy on a device
 
-    def expected(self) -> Array:
-        """Return theta + a, (n,), as the parameter's own type holds it."""
-        values, rounded = self.theta + self.a, self._rounding()
+    def place(self) -> Array:
+        """Return theta + a / s, (n,), as the parameter's own type holds it. For small parameters it is theta + a."""
+        values, rounded = self.theta + 0, self._rounding()
+        self.write(values)
         return values if rounded is None else rounded(values)
 
     def is_edited(self, p: Array) -> Any:
-        """Return whether p is not theta + a, as a bool or as an array of one bool."""
+        """Return whether p is not in its :meth:`place`, as a bool or as an array of one bool."""
         if self._is_plain():
-            return self._kernels.is_elsewhere(p, self.theta, self.a)
-        return (p != self.expected()).any()
+            return self._kernels.is_elsewhere(p, self.theta, self.a, self.shares)
+        return (p != self.place()).any()
 
-    def take_update(self, p: Array, factors: Array | None, decay: float) -> None:
-        """Replace p by s * update, where the update is p - (theta + a), and s the factor of the element.
+    def take_update(self, p: Array, decay: float, *, lengthens: bool, edited: bool) -> None:
+        """Replace p by the update, p minus its place, times s if ``lengthens``.
 
-        Weight decay does not depend on the gradient, so it is not too short, and its part of the update stays.
+        Weight decay does not depend on the gradient, so it is not too short, and its part of the update stays. If p was
+        ``edited``, the rest of a is forgotten: then a + update becomes p - theta.
         """
-        if self._is_plain():
-            self._kernels.take_update(p, self.theta, self.a, factors, decay)
+        factors = self.factors if lengthens else None
+        if edited:
+            p -= self.theta
+            p -= self.a
+        elif self._is_plain():
+            self._kernels.take_update(p, self.theta, self.a, self.shares, factors, decay)
         else:
-            subtract(p, self.expected(), self.theta, factors, decay)
+            subtract(p, self.place(), self.theta, factors, decay)
+
+    def write_late(self, p: Array) -> None:
+        """Write theta + (a + update) / s into p, which holds the update. The exchange adds the update to a later."""
+        p += self.a
+        if self.is_sparsified:
+            self._kernels.put(p, self.theta, p + 0, self.shares)
+        else:
+            self.a = p + 0
+            p += self.theta
 
     def write(self, p: Array) -> None:
-        """Write theta + a into p."""
+        """Write the :meth:`place` into p."""
         if self.is_sparsified:
-            self._kernels.put(p, self.theta, self.a)
+            self._kernels.put(p, self.theta, self.a, self.shares)
         else:
             p[...] = self.theta
             p += self.a
 
     def _is_plain(self) -> bool:
-        """Return whether p is not rounded and a is the residual, so that the kernels can compute theta + a."""
+        """Return whether p is not rounded and a is the residual, so that the kernels can compute the place."""
         return self.is_sparsified and self._rounding() is None
 
 
@@ -156,6 +179,7 @@ class StepAhead:
         self.layout = make_layout(parameters, own)
         self.exchange = Exchange(self.layout, own, transport, kernels)
         self.exchange.on_refused = self._note_refusal
+        self._shortens = True  # whether the latest step's optimizer divides by the size of its gradients
         self._met = ""  # who met a value that is not finite, for the error
         self.tensors: list[SharedTensor] = []
         self._results: Sequence[Array] = ()  # of the exchange that is under way
@@ -180,9 +204,16 @@ class StepAhead:
             )
             for i, p in enumerate(values)
         ]
+        self._update_factors()
+
+    def load_noise(self, saved: list[list[float]]) -> None:
+        """Load the running means of :class:`NoiseScale`."""
+        if self.noise is not None:
+            self.noise.load(saved)
+            self._update_factors()
 
     def is_edited(self, values: Iterable[Array]) -> bool:
-        """Return whether p of some parameter, (n,) each, is not theta + a."""
+        """Return whether p of some parameter, (n,) each, is not in its place."""
         # A sum of arrays on a device is waited for once.
         return bool(sum(tensor.is_edited(p) for tensor, p in zip(self.tensors, values, strict=True)))
 
@@ -202,7 +233,7 @@ class StepAhead:
             late: return at once, and apply what comes from the other ranks in the next call.
             ready: see :class:`~dgc.core.exchange.step.Submission`.
             edited: whether the script has changed parameters outside of the optimizer's step on this rank. If it has on
-                any rank, theta becomes the mean of p, and nothing is left to send.
+                any rank, all ranks send everything. Theta becomes the mean of p; of a rank without edits, of theta + a.
             joins: see :class:`~dgc.core.exchange.step.StepOptions`.
             learning_rates: those of the optimizer's groups, which must be equal on all ranks.
             rescales: whether this optimizer divides by the size of its gradients, if the first one does.
@@ -211,25 +242,21 @@ class StepAhead:
             ConfigError: ranks disagree, or an update was not finite on some rank. No rank has taken it.
             DGCError: this rank or another one failed.
         """
-        factors: Sequence[Array | None] = [None] * self._count
         try:
             try:
-                if self.noise is not None and rescales and not edited:
-                    scales = self._convert(self.noise.scales())
-                    factors = [scales[groups] for groups in self.noise.groups]
                 if self.exchange.in_step:
                     self.exchange.wait()  # until the communication thread has added the latest update to a
-                for tensor, p, scale, decay in zip(self.tensors, values, factors, decays, strict=True):
-                    tensor.take_update(p, scale, decay)
+                for tensor, p, decay in zip(self.tensors, values, decays, strict=True):
+                    tensor.take_update(p, decay, lengthens=rescales, edited=edited)
+                    if edited or not rescales:
+                        tensor.shares = None
+                self._shortens = rescales
             finally:
                 self.settle()  # also after an error, as on the other ranks
             if late:
                 for tensor, p, update in zip(self.tensors, values, sent, strict=True):
                     update[...] = p
-                    p += tensor.a
-                    if not tensor.is_sparsified:
-                        tensor.a = p + 0
-                    p += tensor.theta
+                    tensor.write_late(p)
             hyper = replace(self._hyper, learning_rates=learning_rates)
             options = StepOptions(hyper, defers=self._defers, joins=joins, edited=edited)
             self._begin(sent, arrays, gradients, ready, options)
@@ -279,6 +306,7 @@ class StepAhead:
                 self.tensors[i].theta += result
         if self.noise is not None:
             self.noise.learn()
+            self._update_factors()
         if exchange.edited:
             exchange.stats.add_sent(self._send_rest())
 
@@ -297,13 +325,13 @@ class StepAhead:
         self.write(values)
 
     def edits(self, values: Sequence[Array]) -> list[Array] | None:
-        """Return p - (theta + a) of each parameter, (n,); None if the script has changed none since the last step."""
+        """Return p minus its place for each parameter, (n,); None if the script has changed none since a step."""
         if not self.is_edited(values):
             return None
-        return [p - tensor.expected() for tensor, p in zip(self.tensors, values, strict=True)]
+        return [p - tensor.place() for tensor, p in zip(self.tensors, values, strict=True)]
 
     def write(self, values: Sequence[Array]) -> None:
-        """Write p = theta + a into the parameters."""
+        """Write each parameter's place into p, (n,) each."""
         for tensor, p in zip(self.tensors, values, strict=True):
             tensor.write(p)
 
@@ -319,6 +347,13 @@ class StepAhead:
         for tensor in self.tensors:
             if not tensor.is_sparsified:
                 tensor.update_a()
+
+    def _update_factors(self) -> None:
+        if self.noise is not None:
+            factors = self._convert(self.noise.scales())
+            for tensor, groups in zip(self.tensors, self.noise.groups, strict=False):
+                tensor.factors = factors[groups]
+                tensor.shares = 1 / factors[groups] if self.noise.shortens and self._shortens else None
 
     def _note_refusal(self, bucket: BucketExchange) -> None:
         self._met = bucket.met(self._transport.rank, [p.name for p in self.layout.parameters], "update")

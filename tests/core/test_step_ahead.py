@@ -262,6 +262,95 @@ def test_updates_of_adaptive_optimizers_are_scaled_and_their_weight_decay_is_not
     run_ranks(ranks, job)
 
 
+def load_noise(ahead, ranks):
+    """Give each group another factor; return the factor of each element."""
+    groups = ahead.noise.groups
+    squares = np.linspace(1.1, ranks, groups[-1].stop)
+    ahead.load_noise([[1.0] * len(squares), squares.tolist()])
+    sizes = [value.size for value in first_values()]
+    return [np.repeat(np.sqrt(squares[g]), n if ranks == 2 else PIECE)[:n] for g, n in zip(groups, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_with_many_ranks_a_rank_feels_its_own_update_and_sends_a_longer_one(ranks, late):
+    """On two ranks it feels the longer one, too."""
+
+    def job(transport):
+        ahead, values = make(transport, rescales=True, sparsity=0.9, values="float32"), first_values()
+        ahead.start(values)
+        factors = load_noise(ahead, ranks)
+        rng = np.random.default_rng(transport.rank)
+        updates = [rng.normal(size=v.size).astype(np.float32) for v in values]
+        longer = [factor * update for factor, update in zip(factors, updates, strict=True)]
+        felt = longer if ranks == 2 else updates
+        move(ahead, values, updates, late=late)
+        if late:
+            for value, first, update in zip(values[:2], first_values(), felt, strict=False):
+                np.testing.assert_allclose(value - first, update, atol=1e-5)
+        ahead.settle()
+        ahead.write(values)
+        for i in range(2):
+            a = np.array(ahead.exchange.state.residual(i))
+            assert 0.85 < np.mean(a != 0) < 0.95
+            np.testing.assert_allclose(a, longer[i] * (a != 0), atol=1e-5)
+            np.testing.assert_allclose(values[i] - ahead.shared[i], felt[i] * (a != 0), atol=1e-5)
+        assert not ahead.is_edited(values)
+        for value in values:
+            value += 1.0
+        assert ahead.is_edited(values)
+        before = [value.copy() for value in values]
+        move(ahead, values, [0 * v for v in values], edited=True)
+        ahead.exchange.close()
+        return before, values
+
+    ended = run_ranks(ranks, job)
+    for i in range(3):  # after an edit, only the ranks' parameters count, and not what they have not sent
+        mean = np.mean([before[i] for before, _ in ended], axis=0)
+        for _, values in ended:
+            np.testing.assert_allclose(values[i], mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_weights_that_all_ranks_load_are_there_at_once_and_stay(late):
+    def job(transport):
+        ahead, values = make(transport, rescales=True, sparsity=0.9), first_values()
+        ahead.start(values)
+        load_noise(ahead, 4)
+        rng = np.random.default_rng(transport.rank)
+        for _ in range(2):
+            move(ahead, values, [rng.normal(size=v.size).astype(np.float32) for v in values], late=late)
+        ahead.settle()  # late contributions of other ranks would be added to what is loaded
+        for value in values:
+            value[...] = 7.0
+        seen = []
+        for edited in (True, False):
+            move(ahead, values, [0 * v for v in values], late=late, edited=edited)
+            ahead.exchange.wait()
+            assert not ahead.is_edited(values)
+            seen += [value.copy() for value in values]
+        ahead.settle()
+        ahead.exchange.close()
+        return seen
+
+    for seen in run_ranks(4, job):
+        for values in seen:
+            np.testing.assert_allclose(values, 7.0, atol=1e-5)
+
+
+def test_a_step_of_sgd_beside_adaptive_ones_is_felt_as_it_is():
+    def job(transport):
+        ahead, values = make(transport, rescales=True, sparsity=0.9, values="float32"), first_values()
+        ahead.start(values)
+        load_noise(ahead, 4)
+        move(ahead, values, [np.ones_like(v) for v in values], rescales=False)
+        ahead.exchange.close()
+        for value, first in zip(values, first_values(), strict=True):
+            np.testing.assert_allclose(value, first + 1.0, atol=1e-5)
+
+    run_ranks(4, job)
+
+
 class NoMemory(np.ndarray):
     """An array that cannot be multiplied, which needs memory."""
 

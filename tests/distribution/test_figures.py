@@ -360,48 +360,46 @@ def test_step_ahead_beside_dense_and_classic():
 
 
 def test_step_ahead_on_more_than_two_ranks():
-    """The rows of four and of eight ranks."""
-    page, readme = text_of("docs/results.md"), text_of("README.md")
-    behind = {}
+    page, readme, decisions = (text_of(name) for name in ("docs/results.md", "README.md", "docs/decisions.md"))
+    behind, means, lists = {}, {}, {}
     for ranks, name, methods in (
-        (4, "four ranks of 16", ("dense", "ahead")),
-        (8, "eight ranks of 8", ("dense", "ahead", "steps")),
+        (4, "four ranks of 16 sequences", ("dense", "ahead")),
+        (8, "eight ranks of 8 sequences", ("dense", "ahead", "steps")),
+        (16, "16 ranks of 4 sequences, threads", ("dense", "ahead")),
     ):
         rows = sorted(rows_of(f"step-ahead-gpt-{ranks}-ranks"), key=lambda row: row["seed"])
         losses = {row["setting"]: [each["loss"] for each in rows if each["setting"] == row["setting"]] for row in rows}
-        said = " | ".join(", ".join(f"{loss:.3f}" for loss in losses[word]) for word in methods)
-        assert f"{name} sequences, three seeds | {said} |" in page
-        means = {word: statistics.fmean(each) for word, each in losses.items()}
-        behind[ranks] = {word: f"{100 * (mean / means['dense'] - 1):.1f}" for word, mean in means.items()}
+        assert {len(losses[word]) for word in ("dense", "ahead", "longer,ahead")} == {3}
+        lists[ranks] = {word: [f"{loss:.3f}" for loss in each] for word, each in losses.items()}
+        said = " | ".join(", ".join(lists[ranks][word]) for word in methods)
+        assert f"{name}, three seeds | {said} |" in page
+        means[ranks] = {word: statistics.fmean(each) for word, each in losses.items()}
+        behind[ranks] = {word: f"{100 * (mean / means[ranks]['dense'] - 1):.1f}" for word, mean in means[ranks].items()}
         (fewer,) = {f"{row['fewer']:.0f}" for row in rows if row["setting"] == "ahead"}
         share = "3.2 % of the entries in all steps" if ranks == 4 else "10 %"
-        assert f"{share}, {fewer} times fewer bytes, and" in page
-    assert f"ends {behind[4]['ahead']} % behind dense on average; **on eight ranks**" in page
-    assert f"and {behind[8]['ahead']} % behind. 16 ranks" in page
+        assert f"{share}, {fewer} times fewer bytes" in page
+    ahead, longer = ({ranks: behind[ranks][word] for ranks in behind} for word in ("ahead", "longer,ahead"))
+    assert f"ends {ahead[4]} % behind dense on average; **on more ranks**" in page
+    assert f"eight ranks end {ahead[8]} % and 16 ranks {ahead[16]} % behind" in page
+    assert f"| 8 | 400 | {means[8]['dense']:.3f} | {means[8]['ahead']:.3f} | {fewer}x |" in readme
+    dense, one, other = ("{}, {} and {}".format(*lists[16][word]) for word in ("dense", "longer,ahead", "ahead"))
+    said = f"dense {dense}) ended at {one}, {longer[16]} % behind, and with the updates as they were at {other}, "
+    assert f"{said}{ahead[16]} % behind" in decisions
+    said = (
+        f"{longer[4]} and {longer[8]} % behind with the longer ones, and {ahead[4]} and {ahead[8]} % with the updates"
+    )
+    assert said in decisions
+    many = {row["setting"]: row for row in rows_of("step-ahead-gpt-64-ranks")}
+    lost = many["longer,ahead"]["loss"] / many["dense"]["loss"] - 1
+    assert f"each ended {100 * lost:.0f} % behind with an earlier law (one seed)" in page
+    said = f"(dense {many['dense']['loss']:.3f}) ended at {many['longer,ahead']['loss']:.3f} with the longer ones"
+    assert said in decisions
     assert f"**With 0.1 %** four ranks end {float(behind[4]['ahead,density=0.001']):.0f} % behind" in page
     same, as_on_two, larger = (behind[4][f"tensor,ahead{word}"] for word in ("", ",density=0.1/0.02", ",density=0.1"))
     said = (
         f"{same} % behind with 3.5 % in all steps, {as_on_two} % with the densities for two ranks, and {larger} % with"
     )
-    decisions = text_of("docs/decisions.md")
     assert said in decisions
-    assert f"now they end {behind[4]['ahead']} and {behind[8]['ahead']} % behind" in decisions
-    assert f"stay on the rank {behind[4]['own,ahead']} and {behind[8]['own,ahead']} %" in decisions
-    assert f"four ranks ended {same} % behind dense and eight {behind[8]['tensor,ahead']} %" in decisions
-    assert f"| 8 | 400 | {means['dense']:.3f} | {means['ahead']:.3f} | {fewer}x |" in readme
-
-
-def test_step_ahead_on_sixteen_ranks():
-    losses = {row["setting"]: row["loss"] for row in rows_of("step-ahead-gpt-16-ranks")}
-    behind = 100 * (losses["ahead"] / losses["dense"] - 1)
-    assert f"ended {behind:.1f} % behind (one seed)" in text_of("docs/results.md")
-    shown = [f"{losses[setting]:.3f}" for setting in ("dense", "tensor,ahead", "ahead", "own,ahead")]
-    said = (
-        "(threads, one seed, dense {}) ended at {} and now at {}, and with squares that stay on the rank at {}".format(
-            *shown
-        )
-    )
-    assert said in text_of("docs/decisions.md")
 
 
 def test_a_smaller_beta1_and_the_peers_of_the_small_gpt():
@@ -415,7 +413,16 @@ def test_a_smaller_beta1_and_the_peers_of_the_small_gpt():
     ):  # fmt: skip
         fewer = f"{peers[setting]['fewer']:.2g}"
         assert f"{name} {peers[setting]['loss']:.3f} ({fewer} times)" in page
-    assert f"16 bits {peers['fp16']['loss']:.3f} (" in page
+    assert f"16 bits {peers['fp16']['loss']:.3f};" in page
+    local, one, other, less = (peers[name] for name in ("local=80", "local=20", "diloco=80", "diloco=40"))
+    said = (
+        f"every 80 local steps {local['loss']:.3f} (80 times), after every 20 {one['loss']:.3f} (20 times); DiLoCo "
+        f"with 80 local steps {other['loss']:.3f} (80 times), with 40 {less['loss']:.3f} (40 times)"
+    )
+    assert said in page
+    assert f"ended at {local['loss']:.3f}, and DiLoCo with 80 local steps at {other['loss']:.3f}" in text_of(
+        "docs/results.md"
+    )
 
 
 def test_step_ahead_with_sgd():

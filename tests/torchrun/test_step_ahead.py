@@ -36,6 +36,74 @@ def test_more_than_four_ranks_send_more():
     assert "density 0.100, equal True" in run_mpi(5, FIVE, launcher="torchrun").stdout
 
 
+FOUR = """
+import copy
+import torch
+import torch.distributed as dist
+import dgc.torch as dgc
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def build():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    compression = dgc.Compression.dgc(steps=40, error_feedback="step-ahead", late=LATE)
+    optimizer = dgc.DistributedOptimizer(plain, model.named_parameters(), compression=compression)
+    return model, optimizer, compression
+
+def train(model, optimizer, first, stop):
+    for step in range(first, stop):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        (model(torch.randn(8, 64)) - rank).square().mean().backward()
+        optimizer.step()
+        assert not optimizer.compression.engine.exchange.edited
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+def same(ones, others):
+    return all(map(torch.equal, ones, others))
+
+def on_all(tensors):
+    gathered = [None] * 4
+    dist.all_gather_object(gathered, tensors)
+    return all(same(tensors, others) for others in gathered)
+
+straight, optimizer, compression = build()
+train(straight, optimizer, 0, 6)
+saved = copy.deepcopy([straight.state_dict(), optimizer.state_dict(), compression.state_dict()])
+ahead = compression.engine.ahead
+tensor = ahead.tensors[0]
+felt = (straight[0].weight.detach().flatten() - tensor.theta).view(4, 1024)
+wanted = tensor.a.view(4, 1024) * tensor.shares[:, None]
+assert tensor.a.any() and (tensor.shares < 1).any(), tensor.shares
+torch.testing.assert_close(felt, wanted, rtol=0, atol=1e-6)
+torch.testing.assert_close(tensor.shares * tensor.factors, torch.ones(4))
+assert on_all(ahead.shared) and not on_all(weights(straight))
+train(straight, optimizer, 6, 12)
+resumed, optimizer, compression = build()
+for each, state in zip((resumed, optimizer, compression), saved):
+    each.load_state_dict(state)
+assert same(weights(resumed), saved[0].values())
+train(resumed, optimizer, 6, 12)
+assert same(weights(resumed), weights(straight))
+compression.average()
+assert on_all(weights(resumed))
+print(f"rank {rank} is right")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("late", [False, True])
+def test_four_ranks_with_factors_for_pieces_resume_bit_for_bit(late):
+    out = run_mpi(4, FOUR.replace("LATE", str(late)), launcher="torchrun").stdout
+    assert sum(f"rank {rank} is right" in out for rank in range(4)) == 4
+
+
 @pytest.mark.parametrize(
     ("name", "share"),
     [("AdamW", 0.02), ("Muon", 0.02), ("Adafactor", 0.02), ("Adam", 0.0), ("RMSprop", 0.0), ("NAdam", 0.0)],

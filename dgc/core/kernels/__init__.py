@@ -59,7 +59,9 @@ def _try_out(kernels: Kernels) -> None:
         work = [SegmentWork(gradient, None, 0, n, k=50, momentum=0.9)]
         chosen = each.accumulate_and_select(work, u, v, new_thresholds(1))
         if not kernels.on_device:  # a device's arrays here are CuPy's; in a training they are the framework's
-            each.take_update(gradient, u, v, np.linspace(1, 2, -(-n // PIECE), dtype=np.float32), 0.25)
+            scales = np.linspace(1, 2, -(-n // PIECE), dtype=np.float32)
+            each.take_update(gradient, u, v, 1 / scales, scales, 0.25)
+            each.put(u, gradient, v, 1 / scales)
         outcomes.append((memory.to_host(u), memory.to_host(v), chosen.positions, memory.to_host(gradient)))
     if not all(np.array_equal(ours, theirs) for ours, theirs in zip(*outcomes, strict=True)):
         raise ArithmeticError("a step gave another result than the reference")

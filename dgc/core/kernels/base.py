@@ -95,25 +95,37 @@ def is_finite(values: np.ndarray) -> bool:
         return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())
 
 
-def subtract(p: Array, place: Array, theta: Array, factors: Array | None, decay: float) -> None:
-    """Replace p by ``s * (p - place) + (s - 1) * decay * theta``, (n,) each.
+def multiply(x: Array, factors: Array) -> None:
+    """Multiply x, (n,), by a factor for each PIECE elements, or by one for all."""
+    if len(factors) == 1:
+        x *= factors
+        return
+    count = len(x) // PIECE
+    full = count * PIECE
+    pieces = x[:full].reshape(count, PIECE)
+    pieces *= factors[:count, None]
+    x[full:] *= factors[count:]
 
-    s is ``factors[i // PIECE]`` for the element i, or the only factor; 1 if there is none.
-    """
+
+def subtract(p: Array, place: Array, theta: Array, factors: Array | None, decay: float) -> None:
+    """Replace p by ``s * (p - place) + (s - 1) * decay * theta``, (n,) each; s are the factors, or 1."""
     p -= place
     if factors is None:
         return
-    parts = [(p, theta, factors)]
-    if len(factors) > 1:
-        count = len(p) // PIECE
-        full = count * PIECE
-        parts = [(p[:full].reshape(count, PIECE), theta[:full].reshape(count, PIECE), factors[:count, None])]
-        if full < len(p):
-            parts.append((p[full:], theta[full:], factors[count:]))
-    for x, t, s in parts:
-        x *= s
-        if decay:
-            x += t * ((s - 1) * decay)
+    multiply(p, factors)
+    if decay:
+        kept = theta + 0
+        multiply(kept, (factors - 1) * decay)
+        p += kept
+
+
+def _place(theta: Array, a: Array, shares: Array | None) -> Array:
+    if shares is None:
+        return theta + a
+    place = a + 0
+    multiply(place, shares)
+    place += theta
+    return place
 
 
 def check_work(work: Sequence[SegmentWork], u: Array, v: Array, thresholds: np.ndarray | None) -> None:
@@ -299,18 +311,25 @@ class Kernels(abc.ABC):
 
     # -- step-ahead error feedback: p, theta and a are (n,) float32, of any array library whose memory the kernels read
 
-    def is_elsewhere(self, p: Array, theta: Array, a: Array) -> Any:
-        """Return whether p is not theta + a, as a bool or as an array of one bool."""
-        return (p != theta + a).any()
+    # In these methods place is theta + share * a. Shares and factors are for each piece, or one for all; None is 1.
 
-    def take_update(self, p: Array, theta: Array, a: Array, factors: Array | None, decay: float) -> None:
-        """Replace p by ``s * (p - (theta + a)) + (s - 1) * decay * theta``; see :func:`subtract`."""
-        subtract(p, theta + a, theta, factors, decay)
+    def is_elsewhere(self, p: Array, theta: Array, a: Array, shares: Array | None) -> Any:
+        """Return whether p is not the place, as a bool or as an array of one bool."""
+        return (p != _place(theta, a, shares)).any()
 
-    def put(self, p: Array, theta: Array, a: Array) -> None:
-        """Write theta + a into p."""
-        p[...] = theta
-        p += a
+    def take_update(
+        self, p: Array, theta: Array, a: Array, shares: Array | None, factors: Array | None, decay: float
+    ) -> None:
+        """Replace p by ``s * (p - place) + (s - 1) * decay * theta``; s are the factors."""
+        subtract(p, _place(theta, a, shares), theta, factors, decay)
+
+    def put(self, p: Array, theta: Array, a: Array, shares: Array | None) -> None:
+        """Write the place into p."""
+        if shares is None:
+            p[...] = theta  # without memory for a sum
+            p += a
+        else:
+            p[...] = _place(theta, a, shares)
 
     # -- tensors that are sent dense: these methods work on the host and call ``dense_update`` -----------------------
 

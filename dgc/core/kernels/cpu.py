@@ -169,37 +169,42 @@ class NumbaKernels(Kernels):
         )  # fmt: skip
 
     @override
-    def is_elsewhere(self, p: Array, theta: Array, a: Array) -> Any:
+    def is_elsewhere(self, p: Array, theta: Array, a: Array, shares: Array | None) -> Any:
         if len(p) < ALONE:
-            return super().is_elsewhere(p, theta, a)
-        return bool(self._run_ahead(COMPARE, p, theta, a).any())
+            return super().is_elsewhere(p, theta, a, shares)
+        return bool(self._run_ahead(COMPARE, p, theta, a, shares).any())
 
     @override
-    def take_update(self, p: Array, theta: Array, a: Array, factors: Array | None, decay: float) -> None:
+    def take_update(
+        self, p: Array, theta: Array, a: Array, shares: Array | None, factors: Array | None, decay: float
+    ) -> None:
         if len(p) < ALONE:
-            super().take_update(p, theta, a, factors, decay)
+            super().take_update(p, theta, a, shares, factors, decay)
         else:
-            self._run_ahead(TAKE, p, theta, a, () if factors is None else factors, decay)
+            self._run_ahead(TAKE, p, theta, a, shares, factors, decay)
 
     @override
-    def put(self, p: Array, theta: Array, a: Array) -> None:
+    def put(self, p: Array, theta: Array, a: Array, shares: Array | None) -> None:
         if len(p) < ALONE:
-            super().put(p, theta, a)
+            super().put(p, theta, a, shares)
         else:
-            self._run_ahead(PUT, p, theta, a)
+            self._run_ahead(PUT, p, theta, a, shares)
 
     def _run_ahead(
-        self, task: int, p: Array, theta: Array, a: Array, factors: Array = (), decay: float = 0.0
-    ) -> np.ndarray:
+        self, task: int, p: Array, theta: Array, a: Array, shares: Array | None, factors: Array | None = None,
+        decay: float = 0.0,
+    ) -> np.ndarray:  # fmt: skip
         arrays = [np.asarray(each) for each in (p, theta, a)]  # of torch's tensors, without a copy
         n = len(p)
         if any(each.shape != (n,) or each.dtype != np.float32 for each in arrays):
             raise LayoutError(f"{', '.join(f'{e.dtype} {e.shape}' for e in arrays)}: all must be float32 of one length")
         found = np.zeros(self.threads, np.bool_)
-        factors = np.asarray(factors, np.float32)
-        if factors.size not in (0, 1, -(-n // PIECE)):
-            raise LayoutError(f"{factors.size} factors for {n} elements")
-        self._team.run(self.threads, ahead_tiles, -(-n // TILE), *arrays, task, factors, np.float32(decay), found)
+        for each in (shares, factors):
+            given = np.ones(1, np.float32) if each is None else np.asarray(each, np.float32)
+            if given.size not in (1, -(-n // PIECE)):
+                raise LayoutError(f"{given.size} factors for {n} elements")
+            arrays.append(given)
+        self._team.run(self.threads, ahead_tiles, -(-n // TILE), *arrays, task, np.float32(decay), found)
         return found
 
     def _threads_for(self, elements: int) -> int:
@@ -312,40 +317,36 @@ COMPARE, TAKE, PUT = range(3)
 
 
 @entry
-def ahead_tiles(worker, progress, tiles, p, theta, a, task, factors, decay, found):
-    """Compare p with theta + a, take the update out of p, or write theta + a into p; (n,) each. A kernel for ``Team``.
+def ahead_tiles(worker, progress, tiles, p, theta, a, shares, factors, task, decay, found):
+    """Compare p with the place theta + share * a, take the update out of p, or write the place into p; (n,) each.
 
-    ``found[worker]`` becomes True if p differs somewhere. ``factors`` has an element for each piece, one for
-    all, or none if all are 1.
+    A kernel for ``Team``. ``found[worker]`` becomes True if p differs somewhere. Shares and factors have an element for
+    each piece, or one for all.
     """
     while True:
         tile = fetch_add(progress, 0, 1)
         if tile >= tiles:
             break
-        start, stop = tile * TILE, min((tile + 1) * TILE, p.size)
-        x, t, y = p[start:stop], theta[start:stop], a[start:stop]
-        if task == COMPARE:
-            differs = False
-            for i in range(x.size):
-                differs |= x[i] != t[i] + y[i]
-            found[worker] |= differs
-        elif task == PUT:
-            for i in range(x.size):
-                x[i] = t[i] + y[i]
-        elif factors.size == 0:
-            for i in range(x.size):
-                x[i] -= t[i] + y[i]
-        else:
-            for begin in range(start, stop, PIECE):  # slices of their own, so that the compiler vectorises the loops
-                s, end = factors[min(begin // PIECE, factors.size - 1)], min(begin + PIECE, stop)
-                x, t, y = p[begin:end], theta[begin:end], a[begin:end]
-                if decay == 0:
-                    for i in range(x.size):
-                        x[i] = s * (x[i] - (t[i] + y[i]))
-                else:
-                    share = (s - np.float32(1)) * decay
-                    for i in range(x.size):
-                        x[i] = s * (x[i] - (t[i] + y[i])) + t[i] * share
+        stop = min((tile + 1) * TILE, p.size)
+        for at in range(tile * TILE, stop, PIECE):  # slices of their own, so that the compiler vectorises the loops
+            end, piece = min(at + PIECE, stop), at // PIECE
+            share, s = shares[min(piece, shares.size - 1)], factors[min(piece, factors.size - 1)]
+            x, t, y = p[at:end], theta[at:end], a[at:end]
+            if task == COMPARE:
+                differs = False
+                for i in range(x.size):
+                    differs |= x[i] != t[i] + y[i] * share
+                found[worker] |= differs
+            elif task == PUT:
+                for i in range(x.size):
+                    x[i] = t[i] + y[i] * share
+            elif s == 1 or decay == 0:
+                for i in range(x.size):
+                    x[i] = s * (x[i] - (t[i] + y[i] * share))
+            else:
+                kept = (s - np.float32(1)) * decay
+                for i in range(x.size):
+                    x[i] = s * (x[i] - (t[i] + y[i] * share)) + t[i] * kept
         fetch_add(progress, 1, 1)
 
 

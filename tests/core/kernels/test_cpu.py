@@ -159,21 +159,31 @@ def test_a_norm_beyond_float64_is_infinite():
 @pytest.mark.parametrize("n", [0, 1000, ALONE, 3 * TILE + 1])
 @pytest.mark.parametrize("scaled", ["", "whole", "pieces"])
 @pytest.mark.parametrize("decay", [0.0, 3e-4])
-def test_step_ahead_equals_the_operators_bit_for_bit(threads, n, scaled, decay):
+@pytest.mark.parametrize("shared", ["", "whole", "pieces"])
+def test_step_ahead_equals_the_operators_bit_for_bit(threads, n, scaled, decay, shared):
     kernels, reference = NumbaKernels(threads), ReferenceKernels()
     rng = np.random.default_rng(n)
     p, theta, a = rng.normal(size=(3, n)).astype(np.float32)
-    expected = p.copy()
-    count = 1 if scaled == "whole" else -(-n // PIECE)
-    factors = rng.uniform(1, 4, count).astype(np.float32) if scaled else None
-    kernels.take_update(p, theta, a, factors, decay)
-    reference.take_update(expected, theta, a, factors, decay)
+    expected, before = p.copy(), p.copy()
+
+    def drawn(kind, low, high):
+        count = 1 if kind == "whole" else -(-n // PIECE)
+        drawn = rng.uniform(low, high, count).astype(np.float32) if kind else None
+        each = 1.0 if drawn is None else np.resize(np.repeat(drawn, n if count == 1 else PIECE), n).astype(float)
+        return drawn, each
+
+    (factors, factor), (shares, share) = drawn(scaled, 1, 4), drawn(shared, 0.25, 1)
+    kernels.take_update(p, theta, a, shares, factors, decay)
+    reference.take_update(expected, theta, a, shares, factors, decay)
     np.testing.assert_array_equal(p, expected)
-    kernels.put(p, theta, a)
-    reference.put(expected, theta, a)
+    wanted = factor * (before - theta - a * share) + (factor - 1) * decay * theta
+    np.testing.assert_allclose(p, wanted, atol=1e-5)
+    kernels.put(p, theta, a, shares)
+    reference.put(expected, theta, a, shares)
     np.testing.assert_array_equal(p, expected)
-    assert not kernels.is_elsewhere(p, theta, a)
-    assert not reference.is_elsewhere(p, theta, a)
+    np.testing.assert_allclose(p, theta + a * share, atol=1e-6)
+    assert not kernels.is_elsewhere(p, theta, a, shares)
+    assert not reference.is_elsewhere(p, theta, a, shares)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -184,4 +194,4 @@ def test_one_edit_anywhere_is_seen(threads, position, change):
     for kernels in (NumbaKernels(threads), ReferenceKernels()):
         p = theta + a
         p[position] = change(p[position])
-        assert kernels.is_elsewhere(p, theta, a)
+        assert kernels.is_elsewhere(p, theta, a, None)
