@@ -331,6 +331,11 @@ class Messages:
         """Allgather the messages, blocking."""
         self._transport.allgather(self._message, self._gathered)
 
+    @property
+    def are_equal(self) -> bool:
+        """Whether all ranks have sent the same bytes."""
+        return bool((self._gathered == self._gathered[0]).all())
+
     def receive(self) -> list[Incoming]:
         """Check the messages of all ranks, and return them in rank order."""
         expected, label = self._header, self._transport.label

@@ -112,8 +112,9 @@ class Engine(EngineBase):
         """Return the variables' indices; :meth:`fail` if one is not of this model."""
         foreign = next((v for v in variables if id(raw_variable(v)) not in self._index), None)
         if foreign is not None:
+            name = getattr(foreign, "path", None) or getattr(foreign, "name", "?")
             wrong = (
-                f"{getattr(foreign, 'name', '?')!r} is not a variable of the model that this compressor was built for; "
+                f"{name!r} is not among the variables of the compressor's first step or of its optimizer's bind(); "
                 "residuals cannot be shared: build one compressor for each model and optimizer, and a new one when "
                 "variables are added"
             )

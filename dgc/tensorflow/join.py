@@ -61,7 +61,7 @@ def join(compression: DGCCompressor) -> int:
 
 
 def end_together(engine: Engine) -> None:
-    """Raise an error on all ranks if only some of them end ``fit()`` at this point. Change nothing."""
+    """Raise an error on all ranks if only some of them end ``fit()`` at this point. If all do, change nothing."""
     if _obstacle(engine):
         return
     exchange, stats = engine.exchange, copy.deepcopy(engine.stats)

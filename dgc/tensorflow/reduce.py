@@ -83,7 +83,10 @@ class Reducer:
         process_set: the ranks that exchange; None for the compressor's ranks, or all ranks.
         passes: gradients of this many backward passes are added up before they are exchanged.
         lost: names of options that a loaded model lacks, because they could not be saved with it.
+        is_scaled: whether the optimizer scales its loss.
     """
+
+    is_scaled = False
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class Reducer:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if self.compression is None:
             return self._dense(gradients, variables)
-        self.compression.bind(variables, optimizer, self.process_set)
+        self.bind(variables, optimizer)
         engine = self.engine
         _refuse_results(gradients, engine)
         if engine is not None and not isinstance(engine, StepAheadEngine):
@@ -166,7 +169,7 @@ class Reducer:
         engine, compression = self.engine, self.compression
         if compression is None or not isinstance(engine, StepAheadEngine):
             return verdict
-        engine.is_scaled, reference = True, weakref.ref(compression)
+        reference = weakref.ref(compression)
 
         def agree(*arguments: Any) -> tuple[list[np.ndarray], int]:
             engine = still_there(reference).engine
@@ -261,11 +264,13 @@ class Reducer:
         if self.compression is not None and not self.lost:
             self.compression.adopt(optimizer, self.process_set, steps_ahead=steps_ahead)
 
-    def bind(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
+    def bind(self, variables: Sequence[Variable], optimizer: Optimizer | None) -> None:
         """Attach the compressor to the model before the first step. Collective."""
         self.require_complete()
         if self.compression is not None:
             self.compression.bind(variables, optimizer, self.process_set)
+            if isinstance(self.engine, StepAheadEngine):
+                self.engine.is_scaled = self.is_scaled
 
     @property
     def missing(self) -> Sequence[str]:
@@ -464,10 +469,7 @@ def _step_ahead_of(compression: DGCCompressor, places: Sequence[tuple[int, bool]
         for (index, decays_too), gradient in zip(places, rest[1:], strict=False):
             gradients[index], decays[index] = gradient, decay * decays_too
         assert rate is not None
-        try:
-            return engine.exchange_updates(before, after, gradients, decays, (rate,)), APPLY
-        finally:
-            engine.has_agreed = False
+        return engine.exchange_updates(before, after, gradients, decays, (rate,)), APPLY
 
     return step
 

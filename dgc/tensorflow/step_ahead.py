@@ -37,11 +37,11 @@ class StepAheadEngine(StepAheadBase, Engine):
     """The variables of one model, their shared values, and the exchange of updates. Construction is collective.
 
     Attributes:
-        is_scaled: whether :meth:`common_verdict` comes before each step of the optimizer.
-        has_agreed: whether it was called in the present step, so that the next collective is the exchange.
+        is_scaled: whether the optimizer scales its loss. Then :meth:`common_verdict` comes before each of its steps.
     """
 
-    is_scaled = has_agreed = False
+    is_scaled = False
+    _has_agreed = False  # whether the next collective is the exchange
 
     def __init__(self, *arguments: Any) -> None:
         """Take the arguments of :class:`~dgc.tensorflow.engine.Engine`."""
@@ -81,7 +81,7 @@ class StepAheadEngine(StepAheadBase, Engine):
         if verdict == ACCUMULATED:  # on all ranks
             return verdict
         overflows = any_true(self.between, verdict == REFUSED)
-        self.has_agreed = True
+        self._has_agreed = True
         return REFUSED if overflows else verdict
 
     def exchange_updates(
@@ -106,6 +106,20 @@ class StepAheadEngine(StepAheadBase, Engine):
         Returns:
             The variables' new values.
         """
+        try:
+            return self._exchange_updates(before, after, gradients, decays, rates, joins)
+        finally:
+            self._has_agreed = False
+
+    def _exchange_updates(
+        self,
+        before: Sequence[np.ndarray],
+        after: Sequence[np.ndarray],
+        gradients: Sequence[np.ndarray | None],
+        decays: Sequence[float],
+        rates: tuple[float, ...],
+        joins: int,
+    ) -> list[np.ndarray]:
         self.require_open("apply()")
         with self._told():
             results = [self._pool.take(i) for i in range(len(after))]
@@ -123,7 +137,7 @@ class StepAheadEngine(StepAheadBase, Engine):
                 values, flat, decays, values, values, edited=edited, joins=joins, learning_rates=rates,
             )  # fmt: skip
         except Exception as error:
-            self._write(values)  # theta + a: no rank has taken the step
+            self._write(values)  # as before the step, which no rank has taken
             if not isinstance(error, Disagreement):
                 raise
             shown: dict[str, object] = {"learning_rate": [float(f"{rate:.5e}") for rate in rates]}
@@ -173,7 +187,11 @@ class StepAheadEngine(StepAheadBase, Engine):
         """Make the variables equal on all ranks, and those of ``optimizer`` if it is given. Collective."""
         self.require_open("average()")
         self.require_between_steps("average()", whole=True)
+        if self.is_scaled:
+            self.common_verdict(APPLY)
+            self._has_agreed = False
         if self.ahead.shared:
+            self.exchange.meet("average()")
             values = built_together(self.transport, self._values)
             self.ahead.average(values)
             self._write(values)
@@ -193,7 +211,9 @@ class StepAheadEngine(StepAheadBase, Engine):
 
     @override
     def fail(self, error: DGCError) -> NoReturn:
-        if not self.ahead.shared or (self.is_scaled and not self.has_agreed):  # the others agree on something
+        if not self.ahead.shared or (
+            self.is_scaled and not self._has_agreed
+        ):  # the others wait in any_true() or _start()
             tell_error(self.transport, error)
             raise error
         super().fail(error)

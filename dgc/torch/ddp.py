@@ -21,7 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,9 @@ class CompressionState(Joinable):
         if optimizer is not None:
             self.bind(optimizer)
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if self.compression.engine is None:
+            return super().__reduce_ex__(protocol)
         raise TypeError(
             "a DDP model with dgc's hook cannot be copied or pickled, as the compressor holds this rank's residuals: "
             "use the module inside it, as in AveragedModel(model.module), copy.deepcopy(model.module) and "

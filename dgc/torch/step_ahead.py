@@ -6,7 +6,8 @@ The optimizer steps on the gradient of its own rank, as in a script of one proce
 
 from __future__ import annotations
 
-import collections
+import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -177,6 +178,7 @@ class StepAheadEngine(StepAheadBase):
         """Make the parameters, and the state of ``optimizer`` if it is given, equal on all ranks. Collective."""
         self.require_between_steps("average()", whole=True)
         if self.ahead.shared:
+            self.exchange.meet("average()")
             places, values = built_together(self.transport, self._values)
             self.ahead.average(values)
             self._write(places)
@@ -184,37 +186,40 @@ class StepAheadEngine(StepAheadBase):
             self._average_state(optimizer)
 
     def _average_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace each tensor of the optimizer's state by its mean over the ranks that have it, on all ranks.
+        """Replace each tensor of the optimizer's state by its mean over the ranks that have it.
 
-        Counts of steps become the largest of all ranks.
+        Counts of steps become the largest of all ranks. A rank without a state of a parameter gets that of the others.
         """
         states = [optimizer.state.get(p, {}) for p in self.parameters]
-        found = {
-            (i, key): local(value)
-            for i, state in enumerate(states)
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-        }
-        everywhere = gather_values(self.between, [[i, key, list(v.shape)] for (i, key), v in found.items()])
-        owners = collections.Counter((i, key) for own in everywhere for i, key, _ in own)
-        shapes = {(i, key): shape for own in everywhere for i, key, shape in own}
-        order = sorted(owners, key=str)
+        own = [[i, key, _described(value)] for i, state in enumerate(states) for key, value in state.items()]
+        found: dict[tuple[int, str], list[Any]] = {}  # for each entry the descriptions of all ranks, tensors first
+        for i, key, described in itertools.chain(*gather_values(self.between, own)):
+            each = found.setdefault((i, key), [])
+            each.insert(0 if described[0] == TENSOR else len(each), described)
+        tensors = [place for place in sorted(found) if found[place][0][0] == TENSOR]
 
-        def build() -> tuple[list[torch.Tensor], np.ndarray]:
-            own = [
-                found[i, key] if (i, key) in found else _make_entry(optimizer, self.parameters[i], key, shapes[i, key])
-                for i, key in order
-            ]
-            return own, np.empty(max((v.numel() for v in own), default=0), np.float32)
+        def build() -> np.ndarray:
+            for i, p in enumerate(self.parameters):
+                entries = {key: each[0] for (other, key), each in found.items() if other == i}
+                if entries and not states[i] and all(kind != OTHER for kind, *_ in entries.values()):
+                    states[i] = {key: _make_entry(p, *described) for key, described in entries.items()}
+                    optimizer.state[p] = states[i]
+                if isinstance(states[i].get("step"), int):
+                    states[i]["step"] = max(each[1] for each in found[i, "step"] if each[0] == PLAIN)
+            return np.empty(max((math.prod(found[place][0][1]) for place in tensors), default=0), np.float32)
 
-        values, room = built_together(self.transport, build)
-        for (i, key), own in zip(order, values, strict=True):
-            mean = room[: own.numel()]
-            torch.from_numpy(mean).view(own.shape).copy_(own.detach())
+        room = built_together(self.transport, build)
+        for i, key in tensors:
+            entry, mean = states[i].get(key), room[: math.prod(found[i, key][0][1])]
+            values = local(entry).detach() if isinstance(entry, torch.Tensor) else None
+            mean.fill(0.0)
+            if values is not None:
+                torch.from_numpy(mean).view(values.shape).copy_(values)
             self.between.allreduce(mean, "max" if key == "step" else "sum")
             if key != "step":
-                mean /= np.float32(owners[i, key])
-            own.copy_(torch.from_numpy(mean).view(own.shape))
+                mean /= np.float32(sum(each[0] == TENSOR for each in found[i, key]))
+            if values is not None:
+                values.copy_(torch.from_numpy(mean).view(values.shape))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -388,15 +393,25 @@ class StepAheadEngine(StepAheadBase):
             self._write(places)
 
 
-def _make_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, shape: list[int]) -> torch.Tensor:
-    """Add an entry of zeros to a parameter's state, like those of other parameters; return its values."""
-    like = next((state[key] for state in optimizer.state.values() if key in state), None)
-    if like is None:
-        like = torch.zeros(()) if key == "step" else p.detach()
-    same = list(local(p).shape) == shape
-    entry = torch.zeros_like(p, dtype=like.dtype) if same else torch.zeros(shape, dtype=like.dtype, device=like.device)
-    optimizer.state[p][key] = entry
-    return local(entry).detach()
+TENSOR, PLAIN, OTHER = "tensor", "plain", "other"  # kinds of entries of an optimizer's state
+
+
+def _described(value: Any) -> list[Any]:
+    """Return a description from which :func:`_make_entry` makes such an entry on another rank."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        own = local(value)
+        return [TENSOR, list(own.shape), str(own.dtype).removeprefix("torch."), own.device.type == "cpu"]
+    return [PLAIN, value] if value is None or isinstance(value, (bool, int, float)) else [OTHER]
+
+
+def _make_entry(p: torch.Tensor, kind: str, value: Any, dtype: str = "", on_cpu: bool = False) -> Any:
+    """Return an entry of the state of p: a plain value, or zeros of the shape ``value``."""
+    if kind == PLAIN:
+        return value
+    own, of = local(p), getattr(torch, dtype)
+    if value == list(own.shape) and on_cpu == (own.device.type == "cpu"):
+        return torch.zeros_like(p.detach(), dtype=of)  # of a DTensor, another one
+    return torch.zeros(value, dtype=of, device="cpu" if on_cpu else own.device)
 
 
 def _decays(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[float]:

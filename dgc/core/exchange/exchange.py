@@ -23,10 +23,10 @@ from dgc.core.exchange.stats import Stats
 from dgc.core.exchange.step import AS_BUILT, Hyper, Step, StepOptions, Submission, Submissions, refused_scale
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
-from dgc.core.message import Flags
+from dgc.core.message import Flags, RemoteFailure
 from dgc.core.saved import require_place
 from dgc.core.state import State
-from dgc.errors import DGCError, LayoutError, RemoteError
+from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 
 LossScale = float | Callable[[], float | Callable[[], float]]
 
@@ -111,8 +111,14 @@ class Exchange:
         if not callable(scale) and (refused := refused_scale(scale)) is not None:
             self.latest.announce(refused)
             scale = 1.0
+        step = self._make_step(options, scale)
+        with self.latest.lock:
+            self._pipeline.start(step)
+        return step
+
+    def _make_step(self, options: StepOptions, scale: Any) -> Step:
         number, hyper = self.state.step, options.hyper or self._hyper
-        step = Step(
+        return Step(
             number,
             density=None if number < self.schedule.begin else self.schedule.density(number),
             hyper=hyper,
@@ -125,9 +131,26 @@ class Exchange:
             weight=self._weight() if self.joined else 1.0,
             before=self.state.copy() if options.joins else None,
         )
-        with self.latest.lock:
-            self._pipeline.start(step)
-        return step
+
+    def meet(self, call: str) -> None:
+        """Require that all ranks make this call now, and that none of them makes a step. Collective, between steps.
+
+        Its message is that of a step's first bucket, and carries an error. So a rank in a step raises the error, too.
+
+        Raises:
+            ConfigError: another rank makes a step.
+            DGCError: another rank has failed.
+        """
+        self.latest.require_usable()
+        step, bucket = self._make_step(AS_BUILT, 1.0), self._buckets[0]
+        bucket.start(step)
+        error = ConfigError(f"it calls {call}, and another rank makes a step: call {call} on all ranks, or on none")
+        try:
+            bucket.send_error(error, None)
+        except RemoteFailure as failure:
+            if not bucket.plan.messages.are_equal:
+                raise failure.error from None
+        self.stats.total.count_collective(step.stats.bytes_sent)
 
     def submit(
         self,

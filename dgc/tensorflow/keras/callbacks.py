@@ -83,7 +83,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Average the variables of all ranks, if updates are exchanged, so that ``fit()`` ends as in dense training.
+        """Average the ranks' variables, if updates are exchanged, so that ``fit()`` ends as in dense training.
 
         Also remember a few values of the model, to notice a load before the next ``fit``.
 
@@ -91,14 +91,14 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):
             ConfigError: this rank has ended ``fit()`` while others still train. They raise the error, too.
         """
         engine = (reducer_of(self.model.optimizer) or Reducer()).engine
-        if engine is None:
+        if engine is None or not engine.is_open:
             return
         epochs, steps = self.params.get("epochs") or 0, self.params.get("steps") or 0
         is_early = self.model.stop_training and (self._epoch + 1 < epochs or self._batch + 1 < steps)
         if is_early or isinstance(engine, StepAheadEngine):
             end_together(engine)
         if isinstance(engine, StepAheadEngine):
-            engine.average()
+            engine.average(self.model.optimizer)
         engine.remember()
 
     def _was_loaded(self) -> bool:

@@ -326,6 +326,7 @@ class DistributedLossScaleOptimizer(_Distributed, keras.optimizers.LossScaleOpti
                 "the distributed optimizer unscales gradients itself under mixed_float16; leave loss_scale out of the "
                 "compressor"
             )
+        reducer.is_scaled = True
         self._hold(reducer)
 
     def build(self, variables: Sequence[Variable]) -> None:

@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "nadam": lambda: keras.optimizers.Nadam(1e-3),
     "ftrl": lambda: keras.optimizers.Ftrl(1e-2),
 }
-GRAPH = {"graph": False, "eager": True}
+EAGER = {"graph": False, "eager": True}
 
 
 def made(kind="sgd", options=None, model=None, eager=True, **arguments):
@@ -53,18 +53,18 @@ def assert_average(model):
     assert_shared(model)
 
 
-@case(eager=GRAPH)
+@case(eager=EAGER)
 def an_exact_exchange_equals_dense_training(eager):
-    found = made("sgd", EXACT, eager=eager)
+    found = made("sgd", EXACT, eager=EAGER[eager])
     m.fit(found, 12, callbacks=[ROOT(0)])
     dense = m.fitted(OPTIMIZERS["sgd"](), steps=12)
     m.assert_close(m.values(found), m.values(dense), 1e-5)
     m.assert_replicas(m.values(found))
 
 
-@case(kind=OPTIMIZERS, eager=GRAPH)
+@case(kind=OPTIMIZERS, eager=EAGER)
 def shared_values_are_the_same_on_all_ranks_with_every_optimizer(kind, eager):
-    model = made(kind, eager=eager)
+    model = made(kind, eager=EAGER[eager])
     m.fit(model, 8)
     assert_shared(model)
     assert m.replicas_differ(m.values(model))
@@ -131,9 +131,9 @@ def changed_weights_are_taken_over(ranks):
     assert_shared(model)
 
 
-@case(eager=GRAPH)
+@case(eager=EAGER)
 def a_gradient_that_is_not_finite_on_one_rank_is_an_error_on_all(eager):
-    model = made(eager=eager)
+    model = made(eager=EAGER[eager])
     m.fit(model, 2)
     x, y = m.batch(2)
     if hvd.rank() == 1:
@@ -149,12 +149,12 @@ def ranks_that_were_never_broadcast_are_an_error():
     m.assert_raises(lambda: m.fit(model, 3), "do not train the same model", "BroadcastGlobalVariablesCallback")
 
 
-@case(eager=GRAPH, seeds=("same", "own"))
+@case(eager=EAGER, seeds=("same", "own"))
 def a_model_that_is_built_in_fit(eager, seeds):
     """Keras broadcasts it after its first step, which counts as one of the steps."""
     keras.utils.set_random_seed(1 + hvd.rank() * (seeds == "own"))
     model = keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(3)])
-    model = made("adamw", {**AHEAD, "steps": 5}, model, eager)
+    model = made("adamw", {**AHEAD, "steps": 5}, model, EAGER[eager])
     m.fit(model, 4, callbacks=[ROOT(0)])
     assert_shared(model)
     m.fit(model, 1, callbacks=[])  # without the callback, which averages at the end of every fit()
@@ -382,11 +382,11 @@ def mixed_float16():
         keras.config.set_dtype_policy(policy)
 
 
-@case(eager=GRAPH, passes=(1, 2))
+@case(eager=EAGER, passes=(1, 2))
 def an_overflow_on_one_rank_is_skipped_on_all(eager, passes):
     schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.9)
     with mixed_float16():
-        model = made(keras.optimizers.AdamW(schedule), eager=eager, backward_passes_per_step=passes)
+        model = made(keras.optimizers.AdamW(schedule), eager=EAGER[eager], backward_passes_per_step=passes)
         x, y = m.dataset(8)
         if hvd.rank() == 1:
             x[4 * 8], y[4 * 8] = 1e6, 1e6
@@ -402,10 +402,10 @@ def an_overflow_on_one_rank_is_skipped_on_all(eager, passes):
     assert_average(model)
 
 
-@case(eager=GRAPH, steps=(0, 2))
+@case(eager=EAGER, steps=(0, 2))
 def an_error_of_one_rank_under_mixed_precision_is_an_error_of_all(eager, steps):
     with mixed_float16():
-        model = made("adamw", eager=eager)
+        model = made("adamw", eager=EAGER[eager])
         if steps:
             m.fit(model, steps, callbacks=[ROOT(0)])
         if hvd.rank() == 1:
@@ -456,6 +456,15 @@ def a_rank_with_fewer_batches_is_an_error_of_all(mixed):
     with mixed_float16() if mixed else contextlib.nullcontext():
         model = made("adamw")
         m.assert_raises(lambda: m.fit(model, 4 - 2 * hvd.rank(), callbacks=[ROOT(0)]), "rank 1 has ended fit()")
+
+
+@case(mixed=(False, True))
+def an_average_on_one_rank_alone_is_an_error_on_all(mixed):
+    with mixed_float16() if mixed else contextlib.nullcontext():
+        model = made("adamw")
+        m.fit(model, 2)
+        average, step = model.optimizer.compression.average, lambda: m.fit(model, 1)
+        m.assert_raises(step if hvd.rank() else average, "rank 0 failed in step 2: it calls average()")
 
 
 @case

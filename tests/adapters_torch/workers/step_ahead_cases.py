@@ -572,6 +572,54 @@ def an_average_gives_all_ranks_the_states_that_only_some_have():
     assert_shared(run)
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps a count that is a plain number, and a mean of the parameter's own type."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state.update(step=0, mean=torch.zeros_like(p), factor=None)
+            state["step"] += 1
+            state["mean"].lerp_(p.grad, 0.5)
+            p.sub_(state["mean"], alpha=0.01)
+
+
+@case
+def an_average_makes_states_of_each_parameters_type():
+    model = make_model().to(torch.bfloat16)
+    model[0].float()
+    compression = close_later(dgc.Compression.dgc(**SPARSE))
+    optimizer = dgc.DistributedOptimizer(
+        Counting(model.parameters()), model.named_parameters(), compression=compression
+    )
+    parameters = list(model.parameters())
+    for step in range(3):
+        for i, p in enumerate(parameters):
+            p.grad = torch.full_like(p, 0.1 * (i + 1))
+            if step and i == len(parameters) - 1 - dist.get_rank():
+                p.grad = None
+            if dist.get_rank() and i == 2:
+                p.grad = None
+        optimizer.step()
+    compression.average(optimizer)
+    states = [optimizer.state[p] for p in parameters]
+    assert all(state["mean"].dtype == p.dtype for state, p in zip(states, parameters, strict=True))
+    assert [state["step"] for state in states] == [3] * len(states)
+    assert len(set(gathered(digest([state["mean"].float() for state in states])))) == 1
+    for p in parameters:
+        p.grad = torch.full_like(p, 0.1)
+    optimizer.step()
+    compression.average()
+    assert len(set(gathered(digest([p.float() for p in parameters])))) == 1
+
+
 @case
 def a_parameter_of_one_element_has_an_averaged_state():
     class Scaled(nn.Module):
@@ -777,6 +825,16 @@ def a_sharded_optimizer_is_refused():
         "only a share",
         lambda: dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression),
     )
+
+
+@case(front=FRONTS, late=(False, True), small=(False, True))
+def an_average_on_one_rank_alone_is_an_error_on_all(front, late, small):
+    """As in a script that saves in ``if rank == 0``. With ``small`` the first bucket has no sparsified tensors."""
+    run = Run(front, adamw, late=late, **({**SPARSE, "min_numel": 10**9} if small else SPARSE)).train(range(3))
+    steps = (3, 4) if late else (3,)  # a late step ends in the next one
+    average, train = lambda: run.compression.average(run.optimizer), lambda: run.train(steps)
+    action = train if dist.get_rank() else average
+    raises(dgc.errors.ConfigError, r"rank 0 failed in step 3: it calls average\(\)", action)
 
 
 @case
