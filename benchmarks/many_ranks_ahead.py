@@ -3,9 +3,9 @@
     taskset -c 0 python benchmarks/many_ranks_ahead.py 64 dense ahead ahead=0.2 --seeds 0 1 --json FILE
 
 Each word after the number of ranks is one training: ``dense``; ``ahead``, with the entries that dgc chooses for this
-number of ranks; or ``ahead=DENSITY``. All ranks together have ``--sequences`` in a step; of 64, 64 ranks have one each.
-Each rank clips its own gradient. Every rank has the core's own exchange over :mod:`dgc.transport.local`; gradients and
-optimizer steps of all ranks are computed together. On one core (``taskset``) the ranks' threads take turns.
+number of ranks; or ``ahead=DENSITY``. ``--sequences`` are those of all ranks in a step. Each rank clips its own
+gradient. Every rank has the core's own exchange over :mod:`dgc.transport.local`; gradients and optimizer steps of all
+ranks are computed together. On one core (``taskset``) the ranks' threads take turns.
 """
 
 from __future__ import annotations

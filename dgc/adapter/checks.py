@@ -83,8 +83,8 @@ def warn_of_more_steps(steps: int) -> None:
     warn_once(
         f"this training has more steps than Compression.dgc(steps={steps}) says: give the number of optimizer steps in "
         "the whole training, for example epochs * len(loader). If it began on another number of ranks, that is the "
-        "number of steps made before plus those to come. dgc chooses from it how much to send, and with step-ahead "
-        "error feedback makes the parameters equal on all ranks in the last of these steps: call average() at the end"
+        "number of steps made before plus those to come. dgc chooses from it how much to send. With step-ahead error "
+        "feedback, it averages the parameters in the step of this number, and not later: call average() at the end"
     )
 
 
