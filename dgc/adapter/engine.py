@@ -225,6 +225,15 @@ class EngineBase(abc.ABC):
                 f"{what} was called after close() of the compressor; call it before, or build a new one"
             )
 
+    def meet(self, call: str) -> None:
+        """Raise an error on all ranks, also on those that make a step, unless all of them make this call. Collective.
+
+        Before the first step, and with ``hierarchical``, nothing is compared.
+        """
+        exchange = self._exchange
+        if exchange is not None and exchange.state.step and self.between.inside is None:
+            exchange.meet(call)
+
     def require_between_steps(self, what: str, *, whole: bool = False) -> None:
         """Refuse, in the middle of a step, a call that uses the transport or reads the state."""
         if self._exchange is not None:

@@ -47,6 +47,11 @@ class StepAheadBase(EngineBase):
     def _write_shared(self) -> None:
         """Write what ``ahead`` holds into the model."""
 
+    @override
+    def meet(self, call: str) -> None:
+        if self.ahead.shared:
+            self.exchange.meet(call)
+
     def _warn_of_edits(self) -> None:
         """Warn on rank 0 if only some ranks have edited their parameters, or if edits come in every step."""
         ranks = self.exchange.edited

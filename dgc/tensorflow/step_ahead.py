@@ -190,8 +190,8 @@ class StepAheadEngine(StepAheadBase, Engine):
         if self.is_scaled:
             self.common_verdict(APPLY)
             self._has_agreed = False
+        self.meet("average()")
         if self.ahead.shared:
-            self.exchange.meet("average()")
             values = built_together(self.transport, self._values)
             self.ahead.average(values)
             self._write(values)

@@ -311,6 +311,7 @@ def _save(
     if compression.engine is not None:
         # Check this on this rank only: if its step has failed, the others may be in the next step.
         compression.engine.require_between_steps("save_checkpoint()", whole=True)
+        compression.engine.meet("save_checkpoint()")
     if not compression.takes_part:
         return
     folder, rank, size = main.parent, transport.rank, transport.size

@@ -177,8 +177,8 @@ class StepAheadEngine(StepAheadBase):
     def average(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Make the parameters, and the state of ``optimizer`` if it is given, equal on all ranks. Collective."""
         self.require_between_steps("average()", whole=True)
+        self.meet("average()")
         if self.ahead.shared:
-            self.exchange.meet("average()")
             places, values = built_together(self.transport, self._values)
             self.ahead.average(values)
             self._write(places)

@@ -837,6 +837,18 @@ def an_average_on_one_rank_alone_is_an_error_on_all(front, late, small):
     raises(dgc.errors.ConfigError, r"rank 0 failed in step 3: it calls average\(\)", action)
 
 
+@case(front=FRONTS, feedback=("step-ahead", "classic"))
+def a_checkpoint_on_one_rank_alone_is_an_error_on_all(front, feedback):
+    run = Run(front, sgd, sparsity=0.95, error_feedback=feedback).train(range(3))
+
+    def save():
+        with tempfile.TemporaryDirectory() as folder:
+            dgc.save_checkpoint(folder, model=run.module, optimizer=run.optimizer, compression=run.compression)
+
+    action = (lambda: run.train([3])) if dist.get_rank() else save
+    raises(dgc.errors.ConfigError, r"rank 0 failed in step 3: it calls save_checkpoint\(\)", action)
+
+
 @case
 def a_ddp_model_is_not_copied_and_the_module_inside_is():
     run = Run("hook", adamw, **SPARSE).train(range(1))
