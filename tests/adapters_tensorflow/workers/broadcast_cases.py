@@ -99,10 +99,10 @@ def only_one_rank_loads_the_model(optimizer):
     restoring = dgck.callbacks.CompressionCheckpoint(folder / "dgc-{epoch:02d}", save_freq=1000)
     m.fit(again, 4, first=8, callbacks=[ROOT(0), restoring])
     m.fit(model, 4, first=8)
+    model.optimizer.compression.average(model.optimizer)  # as the callback does at the end of the other fit()
     found, wanted = ([*m.values(one), *map(np.asarray, m.raw(one.optimizer.variables))] for one in (again, model))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
-    again.optimizer.compression.average()
     m.assert_replicas(m.values(again))
 
 

@@ -74,7 +74,7 @@ def a_fit_that_a_callback_ends_on_one_rank_is_an_error_on_all():
         stop = StopAt(1 if hvd.rank() == own else 9)
         m.assert_raises(
             lambda: m.fit(model, 2, callbacks=[ROOT(0), stop], epochs=4),  # noqa: B023
-            f"ended fit() on rank {own}",
+            f"rank {own} has ended fit()",
             "MetricAverageCallback",
         )
 
