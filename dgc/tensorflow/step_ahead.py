@@ -107,50 +107,39 @@ class StepAheadEngine(StepAheadBase, Engine):
             The variables' new values.
         """
         try:
-            return self._exchange_updates(before, after, gradients, decays, rates, joins)
+            self.require_open("apply()")
+            with self._told():
+                results = [self._pool.take(i) for i in range(len(after))]
+                values = [result.reshape(-1) for result in results]
+                _copy(before, values)
+            if not self.ahead.shared and not self._start(values):
+                _copy(after, values)
+                return results
+            with self._told():
+                edited = self.ahead.is_edited(values)
+                _copy(after, values)
+                flat = [None if g is None else np.asarray(as_array(g), np.float32) for g in gradients]
+            try:
+                self.ahead.step(
+                    values, flat, decays, values, values, edited=edited, joins=joins, learning_rates=rates,
+                )  # fmt: skip
+            except Exception as error:
+                self._write(values)  # as before the step, which no rank has taken
+                if not isinstance(error, Disagreement):
+                    raise
+                shown: dict[str, object] = {"learning_rate": [float(f"{rate:.5e}") for rate in rates]}
+                require_agreement(self.transport, shown, "the optimizer's options", advice=EQUAL)
+                raise
+            self._require_all_ended()
+            if joins:
+                return results
+            self._after_step()
+            self._warn_of_edits()
+            if self.exchange.state.step == self._config.steps:  # the training ends
+                self.ahead.average(values)
+            return results
         finally:
             self._has_agreed = False
-
-    def _exchange_updates(
-        self,
-        before: Sequence[np.ndarray],
-        after: Sequence[np.ndarray],
-        gradients: Sequence[np.ndarray | None],
-        decays: Sequence[float],
-        rates: tuple[float, ...],
-        joins: int,
-    ) -> list[np.ndarray]:
-        self.require_open("apply()")
-        with self._told():
-            results = [self._pool.take(i) for i in range(len(after))]
-            values = [result.reshape(-1) for result in results]
-            _copy(before, values)
-        if not self.ahead.shared and not self._start(values):
-            _copy(after, values)
-            return results
-        with self._told():
-            edited = self.ahead.is_edited(values)
-            _copy(after, values)
-            flat = [None if g is None else np.asarray(as_array(g), np.float32) for g in gradients]
-        try:
-            self.ahead.step(
-                values, flat, decays, values, values, edited=edited, joins=joins, learning_rates=rates,
-            )  # fmt: skip
-        except Exception as error:
-            self._write(values)  # as before the step, which no rank has taken
-            if not isinstance(error, Disagreement):
-                raise
-            shown: dict[str, object] = {"learning_rate": [float(f"{rate:.5e}") for rate in rates]}
-            require_agreement(self.transport, shown, "the optimizer's options", advice=EQUAL)
-            raise
-        self._require_all_ended()
-        if joins:
-            return results
-        self._after_step()
-        self._warn_of_edits()
-        if self.exchange.state.step == self._config.steps:  # the training ends
-            self.ahead.average(values)
-        return results
 
     def _start(self, values: Sequence[np.ndarray]) -> bool:
         """Make the values the shared ones, if they are equal on all ranks. Collective.
@@ -211,9 +200,8 @@ class StepAheadEngine(StepAheadBase, Engine):
 
     @override
     def fail(self, error: DGCError) -> NoReturn:
-        if not self.ahead.shared or (
-            self.is_scaled and not self._has_agreed
-        ):  # the others wait in any_true() or _start()
+        awaits_verdict = self.is_scaled and not self._has_agreed
+        if awaits_verdict or not self.ahead.shared:  # the others wait in any_true() or _start()
             tell_error(self.transport, error)
             raise error
         super().fail(error)

@@ -199,8 +199,10 @@ class StepAheadEngine(StepAheadBase):
         tensors = [place for place in sorted(found) if found[place][0][0] == TENSOR]
 
         def build() -> np.ndarray:
-            for i, p in enumerate(self.parameters):
-                entries = {key: each[0] for (other, key), each in found.items() if other == i}
+            first: list[dict[str, Any]] = [{} for _ in states]
+            for (i, key), each in found.items():
+                first[i][key] = each[0]
+            for i, (p, entries) in enumerate(zip(self.parameters, first, strict=True)):
                 if entries and not states[i] and all(kind != OTHER for kind, *_ in entries.values()):
                     states[i] = {key: _make_entry(p, *described) for key, described in entries.items()}
                     optimizer.state[p] = states[i]
