@@ -136,6 +136,7 @@ class Exchange:
         """Require that all ranks make this call now, and that none of them makes a step. Collective, between steps.
 
         Its message is that of a step's first bucket, and carries an error. So a rank in a step raises the error, too.
+        The bytes are not counted: no entry is among them.
 
         Raises:
             ConfigError: another rank makes a step.
@@ -150,7 +151,6 @@ class Exchange:
         except RemoteFailure as failure:
             if not bucket.plan.messages.are_equal:
                 raise failure.error from None
-        self.stats.total.count_collective(step.stats.bytes_sent)
 
     def submit(
         self,
