@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ from dgc.adapter.engine import EngineBase
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.stages import as_dgc_error
 from dgc.core.saved import EMPTY, is_empty, require_sound
-from dgc.core.step_ahead import NOISE, StepAhead
+from dgc.core.step_ahead import StepAhead
 from dgc.errors import DGCError, LayoutError
 
 EQUAL = "Give every rank the same options, or load the optimizer's state on all ranks."
@@ -34,18 +33,6 @@ class StepAheadBase(EngineBase):
     ahead: StepAhead
     exchange: Exchange
     _edits = 0  # steps in a row before which some rank's parameters were edited
-
-    @abc.abstractmethod
-    def _convert(self, array: Any) -> Any:
-        """Return an array as the kind that ``ahead`` works on."""
-
-    @abc.abstractmethod
-    def _to_host(self, values: Any) -> np.ndarray:
-        """Return values of that kind as an array on the host."""
-
-    @abc.abstractmethod
-    def _write_shared(self) -> None:
-        """Write what ``ahead`` holds into the model."""
 
     @override
     def meet(self, call: str) -> None:
@@ -87,71 +74,44 @@ class StepAheadBase(EngineBase):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; after :meth:`average` it is small, and any rank may load it."""
+        """Return the state, which is the same on all ranks and of any number of them.
+
+        Raises:
+            LayoutError: the ranks are not equal, and the model that is saved beside it would lack what is not sent.
+        """
         if not self.ahead.is_averaged:
-            return super().state_dict()
+            raise LayoutError(
+                "with step-ahead error feedback the parameters differ between ranks: call "
+                "compression.average(optimizer) on all ranks before you save them and the compressor's state_dict()"
+            )
+        noise = {} if self.ahead.noise is None else {"noise": self.ahead.noise.to_list()}
         step = self.exchange.state.step
-        return {**EMPTY, "step": step, "parameters": {}, **self.between.rank_info(), "op": "average", **self._noise()}
-
-    @override
-    def _extra_state(self) -> dict[str, Any]:
-        shared = {n: self._to_host(theta) for n, theta in zip(self.names, self.ahead.shared, strict=True)}
-        return {"shared": shared, **self._noise()}
-
-    def _noise(self) -> dict[str, Any]:
-        return {} if self.ahead.noise is None else {"noise": self.ahead.noise.to_list()}
+        return {**EMPTY, "step": step, "parameters": {}, **self.between.rank_info(), "op": "average", **noise}
 
     @override
     def own_part(self, states: list[Any], resize: bool, begin: int) -> dict[str, Any]:
-        if _is_averaged(states[0]):
-            own: dict[str, Any] = states[0]
-            return own
-        own = super().own_part(states, resize, begin)
-        parameters = own.get("parameters")
-        if self.ahead.noise is None or not isinstance(parameters, dict) or NOISE not in parameters:
-            return own
-        # The message has no memory, and its length depends on the number of ranks.
-        return {**own, "parameters": {**parameters, NOISE: {"u": np.zeros_like(self.ahead.noise.message)}}}
+        return states[0] if _is_averaged(states[0]) else super().own_part(states, resize, begin)
 
     @override
     def require_loadable(self, saved: dict[str, Any]) -> None:
-        noise = saved.get("noise", [[], []])
-        if np.ndim(noise) != 2 or len(noise) != 2 or not np.isfinite(noise).all():
-            raise LayoutError("the saved noise scale is not two rows of finite numbers: the file is damaged")
-        if _is_averaged(saved):
-            require_sound(saved)
-            return
-        super().require_loadable(saved)
         if is_empty(saved):
             return
-        saved = self._renamed(saved)
-        if "shared" not in saved:
+        if not _is_averaged(saved):
             raise LayoutError(
                 'the saved compressor state is one of error_feedback="classic"; give the compressor this option, or '
                 "load only the model and the optimizer"
             )
-        shared = saved["shared"]
-        for i, name in enumerate(self.names):
-            values = np.asarray(shared.get(name, ()))
-            if values.size != self.ahead.layout.parameters[i].numel or not np.isfinite(values).all():
-                raise LayoutError(
-                    f"the saved shared values of {name!r} do not fit, or are not finite: the file is damaged"
-                )
+        require_sound(saved)
+        noise = saved.get("noise", [[], []])
+        if np.ndim(noise) != 2 or len(noise) != 2 or not np.isfinite(noise).all():
+            raise LayoutError("the saved noise scale is not two rows of finite numbers: the file is damaged")
 
     @override
     def _take_state(self, saved: dict[str, Any]) -> None:
-        if "noise" in saved:
-            self.ahead.load_noise(saved["noise"])
-        if _is_averaged(saved):
-            self.exchange.reset()
-            self.exchange.state.step = saved["step"]
-            self.ahead.tensors, self.ahead.is_averaged = [], True
-        else:
-            saved = self._renamed(saved)
-            self.exchange.load_state_dict(saved)
-            self.ahead.start([self._convert(saved["shared"][n]) for n in self.names])
-            self.ahead.is_averaged = False
-            self._write_shared()
+        self.exchange.reset()
+        self.exchange.state.step = saved["step"]
+        self.ahead.tensors, self.ahead.is_averaged = [], True
+        self.ahead.load_noise(saved.get("noise", []))
 
 
 def _is_averaged(saved: dict[str, Any]) -> bool:

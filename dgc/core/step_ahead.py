@@ -193,10 +193,7 @@ class StepAhead:
         return [tensor.theta for tensor in self.tensors]
 
     def start(self, values: Sequence[Array]) -> None:
-        """Make the values of the parameters, each (n,), the shared ones. They must be equal on all ranks.
-
-        What the exchange's state holds is not sent yet.
-        """
+        """Make the values of the parameters, each (n,), the shared ones. They must be equal on all ranks."""
         state = self.exchange.state
         self.tensors = [
             SharedTensor(

@@ -27,7 +27,7 @@ from dgc.adapter.warm_up import compiled
 from dgc.core.kernels import choose_kernels
 from dgc.core.message import Disagreement
 from dgc.core.step_ahead import StepAhead
-from dgc.errors import ConfigError, DGCError, LayoutError
+from dgc.errors import ConfigError, DGCError
 from dgc.tensorflow.adoption import Optimizer, is_keras, optimizer_variables, without_loss_scale
 from dgc.tensorflow.engine import Engine
 from dgc.tensorflow.tensors import ACCUMULATED, APPLY, REFUSED, ResultPool, as_array, describe, raw_variable
@@ -214,14 +214,6 @@ class StepAheadEngine(StepAheadBase, Engine):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    @override
-    def _convert(self, array: Any) -> np.ndarray:
-        return np.array(array)
-
-    @override
-    def _to_host(self, values: np.ndarray) -> np.ndarray:
-        return values.copy()
-
     def _values(self) -> list[np.ndarray]:
         values = [self._pool.take(i).reshape(-1) for i in self.members]
         _copy(self.variables, values)
@@ -233,40 +225,12 @@ class StepAheadEngine(StepAheadBase, Engine):
         if self._seen:
             self.remember()  # this is no load
 
-    @override
-    def _write_shared(self) -> None:
-        values = self._values()
-        self.ahead.write(values)
-        self._write(values)
-
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, with the optimizer's, which has seen other gradients on each rank."""
-        slots = [as_array(v).copy() for v in _slots(self.adoption.optimizer)]
-        return {**super().state_dict(), "names": self.names, "slots": slots}
-
-    @override
-    def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Give the saved values this model's names, because Keras renames a loaded model's variables."""
-        new = dict(zip(saved.get("names", ()), self.names, strict=False))
-        named: dict[str, Any] = {
-            key: {new.get(name, name): value for name, value in saved[key].items()}
-            for key in ("parameters", "shared")
-            if key in saved
-        }
-        return {**saved, **named, "names": self.names}
-
-    @override
-    def _take_state(self, saved: dict[str, Any]) -> None:
-        super()._take_state(saved)
-        variables, slots = _slots(self.adoption.optimizer), saved.get("slots", ())
-        if [int(np.prod(v.shape)) for v in variables] == [np.size(value) for value in slots]:
-            for variable, value in zip(variables, slots, strict=True):
-                variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
-        elif len(slots):
-            raise LayoutError("the saved optimizer's variables do not fit: build the same optimizer before you load")
+        """Return the state, with the names of the variables, because Keras renames those of a loaded model."""
+        return {**super().state_dict(), "names": self.names}
 
     @override
     def _clear(self) -> None:

@@ -77,7 +77,7 @@ class StepAheadEngine(StepAheadBase):
                 self._tensors.kernels,
                 rescales=_rescales(optimizer),
                 convert=self._convert,
-                to_host=self._to_host,
+                to_host=lambda values: values.cpu().numpy(),
                 rounding=self._rounding,
             )
             self.exchange = self._exchange = self.ahead.exchange
@@ -374,17 +374,6 @@ class StepAheadEngine(StepAheadBase):
     def require_between_steps(self, what: str, *, whole: bool = False) -> None:
         self._settle()
         super().require_between_steps(what, whole=whole)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; after :meth:`average` it is small, and any rank may load it."""
-        self._settle()
-        return super().state_dict()
-
-    @override
-    def _to_host(self, values: torch.Tensor) -> np.ndarray:
-        array: np.ndarray = values.cpu().numpy()
-        return array
 
     @override
     def _clear(self) -> None:

@@ -26,6 +26,9 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     A model's checkpoint is the same on all ranks, and one rank writes it. Residuals differ, so every rank writes its
     own. When training begins, the callback loads the file that was saved at the optimizer's number of iterations.
     Without such a file, a model that continues training keeps its residuals. A new model begins with empty residuals.
+
+    With step-ahead error feedback it makes the ranks' models and optimizers equal before it writes. So place it before
+    callbacks that save the model.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         engine.require_open("CompressionCheckpoint.save()")
         # Check this on this rank only: if its step has failed, the others may be in the next step.
         engine.require_between_steps("CompressionCheckpoint.save()", whole=True)
+        self._reducer.compression.average(self.model.optimizer)
         asked, iterations = False, self._iterations()
 
         def ask() -> None:

@@ -185,6 +185,7 @@ def a_second_fit_averages_the_momentum_as_well():
 def a_restored_compressor_leaves_the_learning_rate_alone():
     model = made("adamw")
     m.fit(model, 3)
+    model.optimizer.compression.average()
     state = model.optimizer.compression.state_dict()
     model.optimizer.learning_rate = 1e-5
     model.optimizer.compression.load_state_dict(state)
@@ -268,18 +269,16 @@ def a_saved_model_trains_on():
     assert_average(again)
 
 
-@case(kind=("sgd", "adamw"), averaged=(False, True))
-def a_compression_checkpoint_resumes_bit_for_bit(kind, averaged):
+@case(kind=("sgd", "adamw"))
+def a_compression_checkpoint_resumes_bit_for_bit(kind):
     folder = m.shared_folder()
-    checkpoint = dgck.callbacks.CompressionCheckpoint(folder / "dgc")
+    first, other = (dgck.callbacks.CompressionCheckpoint(folder / name) for name in ("dgc", "other"))
     model = made(kind)
-    m.fit(model, 4, callbacks=[ROOT(0), checkpoint] if averaged else [checkpoint])
-    if averaged:
-        checkpoint.save()
+    m.fit(model, 4, callbacks=[first])
     m.save(model, folder / "model.keras")
     again = keras.models.load_model(folder / "model.keras")
-    m.fit(model, 4, first=4)
-    m.fit(again, 4, first=4, callbacks=[checkpoint])
+    m.fit(model, 4, first=4, callbacks=[other])  # it averages at the end, as the other one does
+    m.fit(again, 4, first=4, callbacks=[first])
     for a, b in zip(m.values(model), m.values(again), strict=True):
         np.testing.assert_array_equal(a, b)
     assert_shared(again)
