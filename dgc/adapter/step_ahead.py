@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -33,6 +34,11 @@ class StepAheadBase(EngineBase):
     ahead: StepAhead
     exchange: Exchange
     _edits = 0  # steps in a row before which some rank's parameters were edited
+    _keeps = False  # whether a reset leaves the parameters as they are
+
+    @abc.abstractmethod
+    def _is_edited(self) -> bool:
+        """Return whether the script has changed parameters of this rank since the last step."""
 
     @override
     def meet(self, call: str) -> None:
@@ -74,7 +80,7 @@ class StepAheadBase(EngineBase):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, which is the same on all ranks and of any number of them.
+        """Return what belongs to a checkpoint of the model; any number of ranks may load it.
 
         Raises:
             LayoutError: the ranks are not equal, and the model that is saved beside it would lack what is not sent.
@@ -90,29 +96,35 @@ class StepAheadBase(EngineBase):
 
     @override
     def own_part(self, states: list[Any], resize: bool, begin: int) -> dict[str, Any]:
-        return states[0] if _is_averaged(states[0]) else super().own_part(states, resize, begin)
+        own: dict[str, Any] = states[0]
+        return {} if own.get("inactive") else own
 
     @override
     def require_loadable(self, saved: dict[str, Any]) -> None:
         if is_empty(saved):
             return
-        if not _is_averaged(saved):
+        require_sound(saved)
+        if saved["parameters"]:
             raise LayoutError(
                 'the saved compressor state is one of error_feedback="classic"; give the compressor this option, or '
                 "load only the model and the optimizer"
             )
-        require_sound(saved)
-        noise = saved.get("noise", [[], []])
-        if np.ndim(noise) != 2 or len(noise) != 2 or not np.isfinite(noise).all():
+        try:
+            noise = np.asarray(saved.get("noise", [[], []]), np.float64)
+        except (TypeError, ValueError):
+            noise = np.array(np.nan)
+        if noise.ndim != 2 or len(noise) != 2 or not np.isfinite(noise).all():
             raise LayoutError("the saved noise scale is not two rows of finite numbers: the file is damaged")
 
     @override
     def _take_state(self, saved: dict[str, Any]) -> None:
         self.exchange.reset()
         self.exchange.state.step = saved["step"]
-        self.ahead.tensors, self.ahead.is_averaged = [], True
+        self.ahead.restart(None)
         self.ahead.load_noise(saved.get("noise", []))
 
-
-def _is_averaged(saved: dict[str, Any]) -> bool:
-    return bool(saved) and not is_empty(saved) and not saved.get("parameters")
+    @override
+    def reset(self) -> None:
+        """Write the shared values into the model, unless the script has changed its parameters, as by a load."""
+        self._keeps = bool(self.ahead.shared) and not self.exchange.has_failed and self._is_edited()
+        super().reset()

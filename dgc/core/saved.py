@@ -70,8 +70,7 @@ def require_place(saved: Mapping[str, Any], rank: int, size: int, op: str, nodes
     if saved.get("rank") != rank:
         raise LayoutError(
             f"the saved compressor state belongs to rank {saved.get('rank')}, this is rank {rank}; residuals "
-            "differ between ranks: save and load one state per rank or, with step-ahead error feedback, call "
-            "compression.average(optimizer) on all ranks before one of them saves"
+            "differ between ranks: save and load one state per rank"
         )
     require_op(saved, op)
 

@@ -126,6 +126,11 @@ class SharedTensor:
             p[...] = self.theta
             p += self.a
 
+    def round(self) -> None:
+        """Round theta to the parameter's own type, so that a checkpoint holds all of it."""
+        if (rounded := self._rounding()) is not None:
+            self.theta[...] = rounded(self.theta)
+
     def _is_plain(self) -> bool:
         """Return whether p is not rounded and a is the residual, so that the kernels can compute the place."""
         return self.is_sparsified and self._rounding() is None
@@ -204,10 +209,9 @@ class StepAhead:
         self._update_factors()
 
     def load_noise(self, saved: list[list[float]]) -> None:
-        """Load the running means of :class:`NoiseScale`."""
+        """Load the running means of :class:`NoiseScale`, before :meth:`start`."""
         if self.noise is not None:
             self.noise.load(saved)
-            self._update_factors()
 
     def is_edited(self, values: Iterable[Array]) -> bool:
         """Return whether p of some parameter, (n,) each, is not in its place."""
@@ -241,7 +245,9 @@ class StepAhead:
         """
         try:
             try:
-                if self.exchange.in_step:
+                if edited:
+                    self.settle()  # so that late contributions do not come on top of the script's values
+                elif self.exchange.in_step:
                     self.exchange.wait()  # until the communication thread has added the latest update to a
                 for tensor, p, decay in zip(self.tensors, values, decays, strict=True):
                     tensor.take_update(p, decay, lengthens=rescales, edited=edited)
@@ -319,24 +325,23 @@ class StepAhead:
         self._transport.allreduce(flag, "max")
         sent = self._send_rest(values if flag[0] else None)
         self.exchange.stats.total.count_collective(flag.nbytes + sent)
+        for tensor in self.tensors:
+            tensor.round()
         self.write(values)
-
-    def edits(self, values: Sequence[Array]) -> list[Array] | None:
-        """Return p minus its place for each parameter, (n,); None if the script has changed none since a step."""
-        if not self.is_edited(values):
-            return None
-        return [p - tensor.place() for tensor, p in zip(self.tensors, values, strict=True)]
 
     def write(self, values: Sequence[Array]) -> None:
         """Write each parameter's place into p, (n,) each."""
         for tensor, p in zip(self.tensors, values, strict=True):
             tensor.write(p)
 
-    def restart(self, values: Sequence[Array]) -> None:
-        """After a reset of the exchange, write theta into the parameters; :meth:`start` has to follow."""
-        for p, theta in zip(values, self.shared, strict=True):
+    def restart(self, values: Sequence[Array] | None) -> None:
+        """Forget the shared values after a reset of the exchange; :meth:`start` has to follow.
+
+        If ``values`` are given, write theta into them: p of each parameter, (n,).
+        """
+        for p, theta in zip(values or (), self.shared, strict=values is not None):
             p[...] = theta
-        self._results, self.tensors = (), []
+        self._results, self.tensors, self.is_averaged = (), [], True
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -540,8 +540,9 @@ class Engine(EngineBase):
             warnings.warn(
                 f"the model goes on after {steps} steps, but nothing was loaded into the compressor, which holds "
                 f"momentum and residuals: {' and '.join(lost)} is lost. "
-                "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model; in your own loop call "
-                "the compressor's state_dict() and load_state_dict() on every rank",
+                "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model (place it before "
+                "callbacks that save the model); in your own loop call the compressor's state_dict() and "
+                "load_state_dict() on every rank",
                 RuntimeWarning,
                 stacklevel=2,
             )

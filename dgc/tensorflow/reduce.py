@@ -300,7 +300,9 @@ class Reducer:
             config["options"] = {k: v for k, v in given.items() if isinstance(v, _PLAIN) and k != "op"}
             config["options"]["op"] = self.compression.config.op
             config["algorithm"] = self.compression.config.algorithm
-            config["lacks_residuals"] = self.compression._lacks_residuals or self.compression.residual_norm > 0
+            engine, lacks = self.compression.engine, self.compression._lacks_residuals
+            has_stepped = engine is not None and engine.stats.steps > 0
+            config["lacks_residuals"] = self.compression.residual_norm > 0 if has_stepped else lacks
             config["names"] = self.compression.variable_names()
             config["lost"] += [k for k, v in given.items() if not isinstance(v, _PLAIN) and k != "op"]
         elif self._horovods not in (None, import_horovod().Compression.none):

@@ -58,8 +58,7 @@ def save_checkpoint(
 ) -> None:
     """Save model, optimizer and every rank's compressor state. Call it on all ranks, between steps.
 
-    With step-ahead error feedback, model and optimizer become equal on all ranks first (``compression.average()``), and
-    any number of ranks may load the checkpoint.
+    With step-ahead error feedback, model and optimizer become equal on all ranks first (``compression.average()``).
 
     The optimizer is saved with the user's momentum and weight decay, so that ``checkpoint.pt`` is also an ordinary
     dense checkpoint. A rank outside the process set saves nothing.
@@ -158,10 +157,11 @@ class RankState:
         self._name = f"rank{dist.get_rank()}-of-{dist.get_world_size()}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, under a name that no other rank uses.
+        """Return this rank's state, under a name that no other rank uses. ``dcp.load`` calls this method, too.
 
         Raises:
-            LayoutError: it was called in the middle of a step, or after a failed one.
+            LayoutError: it was called in the middle of a step, or after a failed one; or with step-ahead error feedback
+                ``compression.average(optimizer)`` was not called before.
         """
         return {self._name: _packed_state(self._compression).tobytes()}
 

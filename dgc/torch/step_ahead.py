@@ -6,6 +6,7 @@ The optimizer steps on the gradient of its own rank, as in a script of one proce
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import weakref
@@ -24,7 +25,7 @@ from dgc.core.config import DGCConfig
 from dgc.core.layout import Layout
 from dgc.core.message import Disagreement, Flags
 from dgc.core.step_ahead import StepAhead
-from dgc.errors import ConfigError, LayoutError, TransportError
+from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
 from dgc.torch.front_end import learning_rates_of
 from dgc.torch.horovod import broadcasting
 from dgc.torch.joined_options import constant_options
@@ -147,11 +148,8 @@ class StepAheadEngine(StepAheadBase):
         if not self.ahead.shared:
             self._start()
             return
-        # Compare values, because an edit of ``p.data`` does not change the tensor's version.
-        if self.exchange.in_step:
-            self.exchange.wait()
         with self._told():
-            self._edited = self.ahead.is_edited(map(self._read, self._places()))
+            self._edited = self._is_edited()
 
     def _require_like_the_first(self, optimizer: torch.optim.Optimizer) -> None:
         if _rescales(optimizer) and self.ahead.noise is None:
@@ -228,12 +226,11 @@ class StepAheadEngine(StepAheadBase):
     def _start(self) -> None:
         """Make the parameters the shared values; require that they are equal on all ranks. Collective."""
 
-        def start() -> dict[str, Any]:
-            self.ahead.start(self._values()[1])
+        def options() -> dict[str, Any]:
             optimizer = self._optimizer()
             return {} if optimizer is None else constant_options(optimizer)
 
-        agree_or_raise(self.transport, start, "the optimizer's options", advice=EQUAL)
+        agree_or_raise(self.transport, options, "the optimizer's options", advice=EQUAL)
         require_replicas(
             self.transport,
             {n: samples(p) for n, p in zip(self.names, self.parameters, strict=True)},
@@ -242,6 +239,8 @@ class StepAheadEngine(StepAheadBase):
             "and hvd.broadcast_parameters after it",
             sums=list(map(sum_of_bits, self.parameters)),
         )
+        built_together(self.transport, lambda: self.ahead.start(self._values()[1]))
+        self._edited = False
 
     def _exchange_updates(self, optimizer: torch.optim.Optimizer | None, joins: int = 0) -> None:
         self.passes = False
@@ -310,17 +309,12 @@ class StepAheadEngine(StepAheadBase):
                 place.deliver()
 
     def _settle(self) -> None:
-        """End an exchange that is under way, with the option ``late``."""
+        """End an exchange that is under way, with the option ``late``. Edited parameters stay as they are."""
         if self.exchange.in_step and not self._stepping:
-            self.exchange.wait()
-            edits = self.ahead.edits(self._values()[1])
+            edited = self._is_edited()
             self.ahead.settle()
-            self._write_shared()
-            if edits is not None:  # keep them: the next step or average() looks for them
-                places, values = self._values()
-                for p, edit in zip(values, edits, strict=True):
-                    p += edit
-                self._write(places)
+            if not edited:
+                self._write_shared()
 
     def _write_shared(self) -> None:
         places, values = self._values()
@@ -376,11 +370,24 @@ class StepAheadEngine(StepAheadBase):
         super().require_between_steps(what, whole=whole)
 
     @override
+    def _is_edited(self) -> bool:
+        if self.exchange.in_step:
+            self.exchange.wait()  # until the communication thread has added the latest update to a
+        # Compare values, because an edit of ``p.data`` does not change the tensor's version.
+        return self.ahead.is_edited(map(self._read, self._places()))
+
+    @override
+    def abandon(self) -> bool:
+        with contextlib.suppress(DGCError):  # of a rank that is gone
+            self._settle()
+        return super().abandon()
+
+    @override
     def _clear(self) -> None:
         self._stepping = self._edited = False
         if self.ahead.shared:
             places, values = self._values()
-            self.ahead.restart(values)  # the next step compares the ranks' parameters again
+            self.ahead.restart(None if self._keeps else values)  # the next step compares the ranks' parameters again
             self._write(places)
 
 

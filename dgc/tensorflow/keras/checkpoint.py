@@ -27,8 +27,8 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     own. When training begins, the callback loads the file that was saved at the optimizer's number of iterations.
     Without such a file, a model that continues training keeps its residuals. A new model begins with empty residuals.
 
-    With step-ahead error feedback it makes the ranks' models and optimizers equal before it writes. So place it before
-    callbacks that save the model.
+    With step-ahead error feedback it makes the ranks' models and optimizers equal, after the last batch of an epoch,
+    before any callback saves the model. With a number of steps as ``save_freq``, place it before those callbacks.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         self._save_freq = save_freq
         self._restore, self._resize = restore, resize
         self._epoch = 0
-        self._saved_at = 0
+        self._saved_at = self._averaged_at = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restore the compressor if the model was restored.
@@ -85,6 +85,8 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Write this rank's file when the optimizer has made another ``save_freq`` steps."""
         if self._save_freq == "epoch":
+            if batch + 1 == self.params.get("steps"):
+                self._average()
             return
         # With steps_per_execution Keras calls this once for several steps.
         every, now = int(self._save_freq), self._iterations()
@@ -107,7 +109,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         engine.require_open("CompressionCheckpoint.save()")
         # Check this on this rank only: if its step has failed, the others may be in the next step.
         engine.require_between_steps("CompressionCheckpoint.save()", whole=True)
-        self._reducer.compression.average(self.model.optimizer)
+        self._average()
         asked, iterations = False, self._iterations()
 
         def ask() -> None:
@@ -128,6 +130,12 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             engine.adoption.moment.clear_slots()  # so that this run goes on as one that loads the saved model
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _average(self) -> None:
+        compression, iterations = self._reducer.compression, self._iterations()
+        if compression is not None and self._averaged_at != iterations:
+            compression.average(self.model.optimizer)
+            self._averaged_at = iterations
 
     @property
     def _is_alone(self) -> bool:

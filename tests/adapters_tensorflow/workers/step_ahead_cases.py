@@ -269,20 +269,46 @@ def a_saved_model_trains_on():
     assert_average(again)
 
 
-@case(kind=("sgd", "adamw"))
-def a_compression_checkpoint_resumes_bit_for_bit(kind):
+def assert_resumed(found, wanted):
+    for a, b in zip(m.values(found), m.values(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_shared(found)
+    assert_average(found)
+
+
+@case(kind=("sgd", "adamw"), first=("model", "compressor"))
+def a_compression_checkpoint_resumes_bit_for_bit(kind, first):
     folder = m.shared_folder()
-    first, other = (dgck.callbacks.CompressionCheckpoint(folder / name) for name in ("dgc", "other"))
-    model = made(kind)
-    m.fit(model, 4, callbacks=[first])
-    m.save(model, folder / "model.keras")
+    keep, other = (dgck.callbacks.CompressionCheckpoint(folder / name) for name in ("dgc", "other"))
+    save = [keras.callbacks.ModelCheckpoint(folder / "model.keras")] if hvd.rank() == 0 else []
+    model = made(kind, eager=False)
+    m.fit(model, 4, callbacks=[*save, keep] if first == "model" else [keep, *save])
+    m.barrier()
     again = keras.models.load_model(folder / "model.keras")
     m.fit(model, 4, first=4, callbacks=[other])  # it averages at the end, as the other one does
-    m.fit(again, 4, first=4, callbacks=[first])
-    for a, b in zip(m.values(model), m.values(again), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert_shared(again)
-    assert_average(again)
+    m.fit(again, 4, first=4, callbacks=[keep])
+    assert_resumed(again, model)
+
+
+@case
+def a_backup_resumes_bit_for_bit():
+    folder = m.shared_folder()
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch:
+                raise InterruptedError
+
+    def trained(name, *more):
+        model = made("adamw", eager=False)
+        backup = keras.callbacks.BackupAndRestore(folder / f"{name}{hvd.rank()}")
+        with contextlib.suppress(InterruptedError):
+            m.fit(model, 4, epochs=2, callbacks=[backup, dgck.callbacks.CompressionCheckpoint(folder / name), *more])
+        return model
+
+    whole = trained("whole")
+    trained("part", Interrupt())
+    assert_resumed(trained("part"), whole)
 
 
 @case

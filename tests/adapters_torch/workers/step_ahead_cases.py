@@ -1,6 +1,7 @@
 """On 2 real ranks under torchrun: the optimizer steps on its rank's own gradient, and updates are exchanged."""
 
 import contextlib
+import copy
 import tempfile
 import warnings
 from unittest.mock import Mock, patch
@@ -39,6 +40,14 @@ OPTIMIZERS = {
     "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3),
     "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+}
+DAMAGED = {
+    "nan": [[float("nan")], [1.0]],
+    "ragged": [[1.0], [1.0, 2.0]],
+    "text": [["x"], ["y"]],
+    "number": 5,
+    "names": {"a": 1, "b": 2},
+    "row": [1.0, 2.0],
 }
 
 
@@ -773,6 +782,77 @@ def save_checkpoint_resumes_bit_for_bit(kind):
     assert digest(run.module) == digest(resumed.module)
 
 
+@case(how=("reset", "empty"), late=(False, True))
+def loaded_parameters_survive_a_reset(how, late):
+    run = Run("dgc", adamw, late=late, **SPARSE)
+    first, empty = make_model(9).state_dict(), run.compression.state_dict()
+    run.train(range(4))
+    run.module.load_state_dict(first)
+    if how == "reset":
+        run.compression.reset()
+    else:
+        run.compression.load_state_dict(empty)
+    assert digest(run.module) == digest(make_model(9))
+    assert run.compression.state_dict()["step"] == 0, "the ranks are equal"
+    run.train(range(4))
+    run.compression.reset()  # without a load all ranks go on from the shared values
+    assert_identical(run.module)
+
+
+@case
+def late_contributions_do_not_come_on_top_of_loaded_parameters():
+    run = Run("dgc", adamw, late=True, **SPARSE).train(range(4))
+    run.module.load_state_dict(make_model(9).state_dict())
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.train(range(4, 5))
+    run.compression.average()
+    assert_close(run.module, make_model(9))
+
+
+@case
+def a_checkpoint_of_bfloat16_resumes_bit_for_bit():
+    def make(seed):
+        model = make_model(seed).to(torch.bfloat16)
+        compression = close_later(dgc.Compression.dgc(**SPARSE))
+        return model, compression, dgc.DistributedOptimizer(adamw(model), model.named_parameters(), compression)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.full_like(p, 0.01 * (i + 1) * (step + 1) * (1 + dist.get_rank()))
+            optimizer.step()
+
+    model, compression, optimizer = make(0)
+    train(model, optimizer, range(4))
+    compression.average(optimizer)
+    saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, compression)])
+    train(model, optimizer, range(4, 8))
+    resumed = make(0)
+    for each, state in zip((resumed[0], resumed[2], resumed[1]), saved, strict=True):
+        each.load_state_dict(state)
+    train(resumed[0], resumed[2], range(4, 8))
+    assert [p.tolist() for p in model.parameters()] == [p.tolist() for p in resumed[0].parameters()]
+
+
+@case
+def ranks_that_differ_are_an_error_in_each_step():
+    run = Run("dgc", adamw, **SPARSE)
+    if dist.get_rank():
+        run.module.load_state_dict(make_model(9).state_dict())
+    for step in range(2):
+        run.backward(step)
+        on_every_rank(dgc.ConfigError, "do not train the same model", run.optimizer.step)
+
+
+@case
+def a_state_of_one_process_is_loaded_as_an_empty_one():
+    run = Run("dgc", adamw, **SPARSE)
+    run.compression.load_state_dict({"inactive": True, "rank": 0, "size": 1})
+    run.train(range(2))
+    assert_shared(run)
+
+
 @case
 def a_state_of_classic_error_feedback_is_refused():
     classic = Run("dgc", sgd, sparsity=0.95).train(range(2))
@@ -874,13 +954,13 @@ def a_step_after_close_is_an_error():
     raises(dgc.errors.TransportError, "was closed", run.optimizer.step)
 
 
-@case
-def a_damaged_state_is_refused_before_anything_changes():
+@case(noise=DAMAGED)
+def a_damaged_state_is_refused_before_anything_changes(noise):
     run = Run("dgc", adamw, **SPARSE).train(range(3))
     run.compression.average()
     before = digest(run.module)
     saved = run.compression.state_dict()
-    saved["noise"] = [[float("nan")] * len(row) for row in saved["noise"]]
+    saved["noise"] = DAMAGED[noise]
     raises(dgc.errors.LayoutError, "damaged", lambda: run.compression.load_state_dict(saved))
     assert digest(run.module) == before
 
