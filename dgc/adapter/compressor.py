@@ -200,11 +200,14 @@ class CompressorBase(Generic[EngineT]):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: residuals, momentum buffers, step. It differs between ranks; never broadcast it.
 
+        With step-ahead error feedback call :meth:`average` on all ranks before; any rank may load the state then.
+
         Before the compressor is bound, this is the loaded state. It is empty if none was loaded, or one was loaded with
         ``resize=True``.
 
         Raises:
-            LayoutError: it was called in the middle of a step, or after a step that failed.
+            LayoutError: it was called in the middle of a step, or after a step that failed; or with step-ahead error
+                feedback, while the ranks differ.
         """
         if self.engine is not None:
             return self.engine.state_dict()

@@ -152,7 +152,15 @@ def test_step_ahead_is_chosen_with_an_adaptive_optimizer(options, adaptive, chos
 @pytest.mark.parametrize(("options", "first_steps"), [({"steps": 100}, 20), ({}, 1000), ({"sparsity": None}, 1000)])
 @pytest.mark.parametrize(
     ("ranks", "densities"),
-    [(1, (0.1, 0.02)), (2, (0.1, 0.02)), (3, (0.032, 0.032)), (4, (0.032, 0.032)), (5, (0.1, 0.1)), (100, (0.1, 0.1))],
+    [
+        (1, (0.1, 0.02)),
+        (2, (0.1, 0.02)),
+        (3, (0.032, 0.032)),
+        (4, (0.032, 0.032)),
+        (5, (0.05, 0.05)),
+        (8, (0.05, 0.05)),
+        (9, (0.1, 0.1)),
+    ],
 )
 def test_what_step_ahead_sends_depends_on_the_number_of_ranks(ranks, densities, options, first_steps):
     config = make_config(options).suited(True, steps_ahead=True).on_ranks(ranks)
