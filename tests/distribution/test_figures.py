@@ -320,11 +320,12 @@ def test_step_ahead_beside_dense_and_classic():
     known = {row["setting"]: row["loss"] for row in largest if row["steps"] == 400}
     ahead, classic = (100 * (known[word] / known["dense"] - 1) for word in ("ahead", CLASSIC))
     said = f"larger one was {ahead:.1f} % behind with step-ahead, and {classic:.1f} % with classic"
-    assert said in text_of("README.md")
+    assert said in (readme := text_of("README.md"))
     assert f"at 19.5 million {ahead:.1f} % after 400 steps, classic {classic:.1f} %" in text_of("docs/results.md")
     for name, words, among in (
         ("a GPT of 10.8 M", ("dense", "ahead", "steps"), [row for row in large if row["steps"] == 600]),
         ("a GPT of 19.5 M", ("dense", "ahead", CLASSIC), [row for row in largest if row["steps"] == 400]),
+        ("the same, 1,000 steps", ("dense", "ahead", "steps"), longest := [r for r in largest if r["steps"] == 1000]),
         ("the small GPT, 2,000 steps", ("dense", "ahead,steps=0"), longer := rows_of("step-ahead-gpt-2000")),
         ("the small GPT with Lion", ("dense", "ahead"), rows_of("step-ahead-gpt-64-lion")),
         ("the small GPT, resumed", ("dense", "ahead,saved=1"), [row for row in small if row["seed"] == 0]),
@@ -332,13 +333,17 @@ def test_step_ahead_beside_dense_and_classic():
         (cells,) = [cells for each, cells in settings.items() if each.startswith(name)]
         for cell, word in zip(cells, words, strict=False):
             assert numbers(cell) == [round(row["loss"], 3) for row in among if row["setting"] == word], (name, word)
+    (dense,), (ahead,) = ([row for row in longest if row["setting"] == word] for word in ("dense", "ahead"))
+    assert f"the same, 1,000 steps ({ahead['fewer']:.0f} times fewer bytes)" in text_of("docs/results.md")
+    said = f"{100 * (ahead['loss'] / dense['loss'] - 1):.1f} %"
+    assert f"after 1,000 steps it was {said} behind with step-ahead" in readme
+    assert f"but {said} after 1,000 steps" in text_of("docs/results.md")
     for cell, setting in zip(
         settings["the small GPT with RMSprop; Adafactor; a Muon of ours"], ("dense", "ahead"), strict=False
     ):
         three = [rows_of(f"step-ahead-gpt-64-{name}") for name in ("rmsprop", "adafactor", "muon")]
         assert numbers(cell) == [round(r["loss"], 3) for rows in three for r in rows if r["setting"] == setting]
     assert f"2,000 steps without `steps=` ({longer[1]['fewer']:.0f} times fewer bytes)" in text_of("docs/results.md")
-    readme = text_of("README.md")
     both = {
         word: [row for row in large if (row["setting"], row["steps"]) == (word, 600)] for word in ("dense", "ahead")
     }
