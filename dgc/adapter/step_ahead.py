@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -34,11 +34,11 @@ class StepAheadBase(EngineBase):
     ahead: StepAhead
     exchange: Exchange
     _edits = 0  # steps in a row before which some rank's parameters were edited
-    _keeps = False  # whether a reset leaves the parameters as they are
+    _loaded: Sequence[bool] = ()  # for each parameter, whether a reset leaves it as it is
 
     @abc.abstractmethod
-    def _is_edited(self) -> bool:
-        """Return whether the script has changed parameters of this rank since the last step."""
+    def _find_edited(self) -> list[bool]:
+        """Return for each parameter whether the script has changed it on this rank since the last step."""
 
     @override
     def meet(self, call: str) -> None:
@@ -120,11 +120,12 @@ class StepAheadBase(EngineBase):
     def _take_state(self, saved: dict[str, Any]) -> None:
         self.exchange.reset()
         self.exchange.state.step = saved["step"]
-        self.ahead.restart(None)
+        self.ahead.restart()
         self.ahead.load_noise(saved.get("noise", []))
 
     @override
     def reset(self) -> None:
-        """Write the shared values into the model, unless the script has changed its parameters, as by a load."""
-        self._keeps = bool(self.ahead.shared) and not self.exchange.has_failed and self._is_edited()
+        """Write the shared values into the model, except into parameters that the script has changed, as by a load."""
+        self.abandon()
+        self._loaded = self._find_edited() if self.ahead.shared and not self.exchange.has_failed else ()
         super().reset()

@@ -67,8 +67,7 @@ class DGCConfig:
 
     # The share of entries that are held back in a step. A list gives the shares to use one after another during the
     # ramp-up. None: 0.999. With step-ahead error feedback and an adaptive optimizer, None is 0.9 in the first 1,000
-    # steps and 0.98 later on two ranks, 0.968 on three and four, 0.95 on five to eight, and 0.9 on
-    # more.
+    # steps and 0.98 later on two ranks, 0.968 on three and four, 0.95 on five to eight, and 0.9 on more.
     sparsity: tuple[float, ...] | None = None
     # The number of optimizer steps in the training; dgc chooses the sparsity for it.
     steps: int | None = None

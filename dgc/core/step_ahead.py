@@ -245,17 +245,16 @@ class StepAhead:
         """
         try:
             try:
-                if edited:
-                    self.settle()  # so that late contributions do not come on top of the script's values
-                elif self.exchange.in_step:
+                if self.exchange.in_step:
                     self.exchange.wait()  # until the communication thread has added the latest update to a
                 for tensor, p, decay in zip(self.tensors, values, decays, strict=True):
                     tensor.take_update(p, decay, lengthens=rescales, edited=edited)
-                    if edited or not rescales:
-                        tensor.shares = None
                 self._shortens = rescales
             finally:
                 self.settle()  # also after an error, as on the other ranks
+            if edited or not rescales:
+                for tensor in self.tensors:
+                    tensor.shares = None
             if late:
                 for tensor, p, update in zip(self.tensors, values, sent, strict=True):
                     update[...] = p
@@ -327,20 +326,36 @@ class StepAhead:
         self.exchange.stats.total.count_collective(flag.nbytes + sent)
         for tensor in self.tensors:
             tensor.round()
+        self.is_averaged = True
         self.write(values)
+
+    def edits(self, values: Sequence[Array]) -> list[Array] | None:
+        """Return p minus its place for each parameter, (n,); None if the script has changed none since a step."""
+        if not self.is_edited(values):
+            return None
+        return [p - tensor.place() for tensor, p in zip(self.tensors, values, strict=True)]
+
+    def find_edited(self, values: Iterable[Array]) -> list[bool]:
+        """Return for each parameter whether the script has changed it since a step, to finite values."""
+        # The difference of a value that is not finite and itself is NaN.
+        return [
+            bool(tensor.is_edited(p)) and bool((p - p == 0).all())
+            for tensor, p in zip(self.tensors, values, strict=True)
+        ]
 
     def write(self, values: Sequence[Array]) -> None:
         """Write each parameter's place into p, (n,) each."""
         for tensor, p in zip(self.tensors, values, strict=True):
             tensor.write(p)
 
-    def restart(self, values: Sequence[Array] | None) -> None:
+    def restart(self, values: Sequence[Array] = (), keeps: Sequence[bool] = ()) -> None:
         """Forget the shared values after a reset of the exchange; :meth:`start` has to follow.
 
-        If ``values`` are given, write theta into them: p of each parameter, (n,).
+        Write theta into ``values``, p of each parameter, (n,), except into those that ``keeps`` names.
         """
-        for p, theta in zip(values or (), self.shared, strict=values is not None):
-            p[...] = theta
+        for p, theta, is_kept in zip(values, self.shared, keeps or [False] * len(values), strict=False):
+            if not is_kept:
+                p[...] = theta
         self._results, self.tensors, self.is_averaged = (), [], True
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -408,5 +423,4 @@ class StepAhead:
             bucket.clear_error()
             bucket.thresholds.fill(np.nan)
         self._update_a()
-        self.is_averaged = True
         return sent

@@ -210,7 +210,7 @@ class StepAheadEngine(StepAheadBase, Engine):
     def begin_anew(self, forget: bool) -> None:
         super().begin_anew(forget)
         if forget:
-            self.ahead.restart(None)
+            self.ahead.restart()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -233,15 +233,15 @@ class StepAheadEngine(StepAheadBase, Engine):
         return {**super().state_dict(), "names": self.names}
 
     @override
-    def _is_edited(self) -> bool:
-        return self.ahead.is_edited(self._values())
+    def _find_edited(self) -> list[bool]:
+        return self.ahead.find_edited(self._values())
 
     @override
     def _clear(self) -> None:
         super()._clear()
         if self.ahead.shared:
             values = self._values()
-            self.ahead.restart(None if self._keeps else values)  # the next step compares the ranks' variables again
+            self.ahead.restart(values, self._loaded)  # the next step compares the ranks' variables again
             self._write(values)
 
 

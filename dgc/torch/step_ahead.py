@@ -6,7 +6,6 @@ The optimizer steps on the gradient of its own rank, as in a script of one proce
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import weakref
@@ -148,8 +147,11 @@ class StepAheadEngine(StepAheadBase):
         if not self.ahead.shared:
             self._start()
             return
+        # Compare values, because an edit of ``p.data`` does not change the tensor's version.
+        if self.exchange.in_step:
+            self.exchange.wait()
         with self._told():
-            self._edited = self._is_edited()
+            self._edited = self.ahead.is_edited(map(self._read, self._places()))
 
     def _require_like_the_first(self, optimizer: torch.optim.Optimizer) -> None:
         if _rescales(optimizer) and self.ahead.noise is None:
@@ -309,12 +311,19 @@ class StepAheadEngine(StepAheadBase):
                 place.deliver()
 
     def _settle(self) -> None:
-        """End an exchange that is under way, with the option ``late``. Edited parameters stay as they are."""
+        """End an exchange that is under way, with the option ``late``; keep what the script has changed since."""
         if self.exchange.in_step and not self._stepping:
-            edited = self._is_edited()
-            self.ahead.settle()
-            if not edited:
+            self.exchange.wait()
+            edits = self.ahead.edits(self._values()[1])
+            try:
+                self.ahead.settle()
+            finally:
                 self._write_shared()
+            if edits is not None:  # the next step or average() looks for them
+                places, values = self._values()
+                for p, edit in zip(values, edits, strict=True):
+                    p += edit
+                self._write(places)
 
     def _write_shared(self) -> None:
         places, values = self._values()
@@ -370,16 +379,26 @@ class StepAheadEngine(StepAheadBase):
         super().require_between_steps(what, whole=whole)
 
     @override
-    def _is_edited(self) -> bool:
-        if self.exchange.in_step:
-            self.exchange.wait()  # until the communication thread has added the latest update to a
-        # Compare values, because an edit of ``p.data`` does not change the tensor's version.
-        return self.ahead.is_edited(map(self._read, self._places()))
+    def _find_edited(self) -> list[bool]:
+        return [] if self._stepping else self.ahead.find_edited(map(self._read, self._places()))
 
     @override
     def abandon(self) -> bool:
-        with contextlib.suppress(DGCError):  # of a rank that is gone
-            self._settle()
+        """Also end an exchange that is under way, with the option ``late``. Loaded parameters stay as they are."""
+        if self.exchange.in_step and not self._stepping and not self.exchange.has_failed:
+            self.exchange.wait()
+            loaded = [
+                (p, p.detach().clone())
+                for p, edited in zip(self.parameters, self._find_edited(), strict=True)
+                if edited
+            ]
+            try:
+                self._settle()
+            except DGCError:  # another rank is gone, or no rank has taken the step
+                return super().abandon()
+            with torch.no_grad():
+                for p, value in loaded:
+                    p.copy_(value)
         return super().abandon()
 
     @override
@@ -387,7 +406,7 @@ class StepAheadEngine(StepAheadBase):
         self._stepping = self._edited = False
         if self.ahead.shared:
             places, values = self._values()
-            self.ahead.restart(None if self._keeps else values)  # the next step compares the ranks' parameters again
+            self.ahead.restart(values, self._loaded)  # the next step compares the ranks' parameters again
             self._write(places)
 
 

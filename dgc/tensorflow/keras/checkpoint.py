@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     own. When training begins, the callback loads the file that was saved at the optimizer's number of iterations.
     Without such a file, a model that continues training keeps its residuals. A new model begins with empty residuals.
 
-    With step-ahead error feedback it makes the ranks' models and optimizers equal, after the last batch of an epoch,
-    before any callback saves the model. With a number of steps as ``save_freq``, place it before those callbacks.
+    With step-ahead error feedback it makes the ranks' models and optimizers equal after the last batch of an epoch.
+    With a number of steps as ``save_freq``, or data of unknown length, it does so when it saves: place it before
+    callbacks that save the model.
     """
 
     def __init__(
@@ -55,27 +57,37 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         self._save_freq = save_freq
         self._restore, self._resize = restore, resize
         self._epoch = 0
-        self._saved_at = self._averaged_at = 0
+        self._saved_at = 0
+        self._is_restored = self._is_averaged = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Restore the compressor if the model was restored.
+        """Find the compressor.
+
+        Raises:
+            ConfigError: the model's optimizer has none.
+        """
+        self._reducer: Any = reducer_of(self.model.optimizer)
+        if self._reducer is None:
+            raise ConfigError("CompressionCheckpoint needs dgc.tensorflow.keras.DistributedOptimizer in compile()")
+        self._is_restored = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remember the epoch. In the first one restore the compressor if the model was restored.
+
+        Other callbacks, such as ``BackupAndRestore``, have restored the model then.
 
         Raises:
             LayoutError: the ranks' models have made different numbers of steps; or a rank's file is missing or belongs
                 to another model; or it comes from another number of ranks, without ``resize``.
         """
-        self._reducer: Any = reducer_of(self.model.optimizer)
-        if self._reducer is None:
-            raise ConfigError("CompressionCheckpoint needs dgc.tensorflow.keras.DistributedOptimizer in compile()")
-        self._saved_at = self._iterations()
+        self._epoch, self._is_averaged = epoch, False
+        if self._is_restored:
+            return
+        self._is_restored, self._saved_at = True, self._iterations()
         iterations, is_new = self._common_progress()
         if self._restore and iterations > 0:
             self._reducer.bind(self.model.trainable_variables, without_loss_scale(self.model.optimizer))
             self._load(is_new)
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remember the epoch."""
-        self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write this rank's file."""
@@ -85,7 +97,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Write this rank's file when the optimizer has made another ``save_freq`` steps."""
         if self._save_freq == "epoch":
-            if batch + 1 == self.params.get("steps"):
+            if batch + 1 >= (self.params.get("steps") or math.inf):  # more with steps_per_execution
                 self._average()
             return
         # With steps_per_execution Keras calls this once for several steps.
@@ -109,7 +121,9 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         engine.require_open("CompressionCheckpoint.save()")
         # Check this on this rank only: if its step has failed, the others may be in the next step.
         engine.require_between_steps("CompressionCheckpoint.save()", whole=True)
-        self._average()
+        if not self._is_averaged:
+            self._average()
+        self._is_averaged = False
         asked, iterations = False, self._iterations()
 
         def ask() -> None:
@@ -132,10 +146,9 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _average(self) -> None:
-        compression, iterations = self._reducer.compression, self._iterations()
-        if compression is not None and self._averaged_at != iterations:
-            compression.average(self.model.optimizer)
-            self._averaged_at = iterations
+        if self._reducer.compression is not None:
+            self._reducer.compression.average(self.model.optimizer)
+            self._is_averaged = True
 
     @property
     def _is_alone(self) -> bool:

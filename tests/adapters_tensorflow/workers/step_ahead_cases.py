@@ -291,7 +291,17 @@ def a_compression_checkpoint_resumes_bit_for_bit(kind, first):
 
 
 @case
-def a_backup_resumes_bit_for_bit():
+def one_callback_serves_a_second_model():
+    keep = dgck.callbacks.CompressionCheckpoint(m.shared_folder() / "dgc", restore=False)
+    for _ in range(2):
+        model = made("adamw", eager=False)
+        m.fit(model, 4, callbacks=[keep])
+        m.assert_replicas(m.values(model))
+
+
+@case(first=("backup", "compressor"), execution=(1, 3))
+def a_backup_resumes_bit_for_bit(first, execution):
+    """Also if Keras runs several steps at once, whose number does not divide an epoch's."""
     folder = m.shared_folder()
 
     class Interrupt(keras.callbacks.Callback):
@@ -301,9 +311,11 @@ def a_backup_resumes_bit_for_bit():
 
     def trained(name, *more):
         model = made("adamw", eager=False)
+        model.steps_per_execution = execution
         backup = keras.callbacks.BackupAndRestore(folder / f"{name}{hvd.rank()}")
+        callbacks = [backup, dgck.callbacks.CompressionCheckpoint(folder / name)]
         with contextlib.suppress(InterruptedError):
-            m.fit(model, 4, epochs=2, callbacks=[backup, dgck.callbacks.CompressionCheckpoint(folder / name), *more])
+            m.fit(model, 4, epochs=2, callbacks=[*(callbacks if first == "backup" else callbacks[::-1]), *more])
         return model
 
     whole = trained("whole")

@@ -799,15 +799,27 @@ def loaded_parameters_survive_a_reset(how, late):
     assert_identical(run.module)
 
 
-@case
-def late_contributions_do_not_come_on_top_of_loaded_parameters():
-    run = Run("dgc", adamw, late=True, **SPARSE).train(range(4))
-    run.module.load_state_dict(make_model(9).state_dict())
-    for group in run.optimizer.param_groups:
-        group["lr"] = 0.0
-    run.train(range(4, 5))
-    run.compression.average()
-    assert_close(run.module, make_model(9))
+@case(late=(False, True))
+def a_layer_that_all_ranks_load_survives_a_reset(late):
+    run = Run("dgc", adamw, late=late, **SPARSE).train(range(4))
+    run.module[0].load_state_dict(make_model(9)[0].state_dict())
+    run.compression.reset()
+    assert digest(run.module[0]) == digest(make_model(9)[0])
+    assert_identical(run.module)
+    run.train(range(4))
+
+
+@case(late=(False, True))
+def a_reset_after_nan_leaves_finite_and_equal_parameters(late):
+    run = Run("dgc", sgd, late=late, **SPARSE).train(range(4))
+    run.backward(4)
+    if dist.get_rank():
+        next(run.module.parameters()).grad[:] = torch.nan
+    with contextlib.suppress(dgc.ConfigError):
+        run.optimizer.step()
+    run.compression.reset()
+    assert all(bool(p.isfinite().all()) for p in run.module.parameters())
+    assert_identical(run.module)
 
 
 @case
