@@ -66,10 +66,10 @@ def test_it_measures_what_the_training_would_do(steps, optimizer, classic):
 def test_with_step_ahead_more_ranks_send_more():
     training = training_of(arguments(optimizer="adamw"))
     assert training.on_ranks(2) == training
-    assert training.on_ranks(8).densities == pytest.approx([0.1, 0.1])
+    assert training.on_ranks(8).densities == pytest.approx([0.05, 0.05])
     layout = make_layout([Parameter("0", (1024, 4096), "float32")], training.config)
     two, eight = (traffic_of(layout, training, ranks) for ranks in (2, 8))
-    assert eight[2, 2] == pytest.approx(4 * 0.1 / 0.02 * two[2, 2], rel=0.01), "of four times the ranks, gathered"
+    assert eight[2, 2] == pytest.approx(4 * 0.05 / 0.02 * two[2, 2], rel=0.01), "of four times the ranks, gathered"
     classic = training_of(arguments())
     assert classic.on_ranks(8).config == classic.config
 

@@ -28,7 +28,7 @@ seen = {}
 
 
 class Look(m.keras.callbacks.Callback):
-    def on_train_begin(self, logs=None):
+    def on_epoch_begin(self, epoch, logs=None):
         seen.update(whole())
 
 

@@ -180,8 +180,8 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
             if (rows != rows[0]).any():
                 raise LayoutError(
                     f"the ranks' optimizers have made {rows[:, 0].tolist()} steps, or only some of their compressors "
-                    "have made any; place CompressionCheckpoint after BroadcastGlobalVariablesCallback in the list of "
-                    "callbacks, or load the model on every rank"
+                    "have made any; add BroadcastGlobalVariablesCallback to the callbacks, or load the model on every "
+                    "rank"
                 )
         return iterations, steps == 0
 
