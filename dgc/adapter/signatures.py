@@ -108,7 +108,7 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             sparsity: The share of entries that are held back in a step. A list gives the shares to use one after
                 another during the ramp-up. None: 0.999. With step-ahead error feedback and an adaptive optimizer, None
                 is 0.9 in the first 1,000 steps and 0.98 later on two ranks, 0.968 on three and four, 0.95 on five to
-                eight, and 0.9 on more.
+                eight, 0.9 on nine to 16, and 0.5 on more.
             steps: The number of optimizer steps in the training; dgc chooses the sparsity for it.
             rampup_begin_step: The first step that is compressed; gradients (step-ahead: updates) of earlier steps are
                 averaged uncompressed.

@@ -29,7 +29,9 @@ ADAPTIVE_FLOOR, ADAPTIVE_CEILING = 1 / 64, 0.05
 # the largest number of ranks that they are for. If the number of steps is unknown, the first 1,000 steps count as the
 # first fifth. docs/decisions.md has the reasons.
 AHEAD_FIRST_STEPS = 1000
-AHEAD_DENSITIES = ((2, (0.1, 0.02)), (4, (0.032, 0.032)), (8, (0.05, 0.05)), (math.inf, (0.1, 0.1)))
+AHEAD_DENSITIES = (
+    (2, (0.1, 0.02)), (4, (0.032, 0.032)), (8, (0.05, 0.05)), (16, (0.1, 0.1)), (math.inf, (0.5, 0.5))
+)  # fmt: skip
 
 # The lowest beta2 for sparse results. An entry arrives rarely, so its mean of squares must last through the pauses. At
 # the beginning the entries still grow, and a long memory would make updates too large. So this limit applies only after
@@ -67,7 +69,8 @@ class DGCConfig:
 
     # The share of entries that are held back in a step. A list gives the shares to use one after another during the
     # ramp-up. None: 0.999. With step-ahead error feedback and an adaptive optimizer, None is 0.9 in the first 1,000
-    # steps and 0.98 later on two ranks, 0.968 on three and four, 0.95 on five to eight, and 0.9 on more.
+    # steps and 0.98 later on two ranks, 0.968 on three and four, 0.95 on five to eight, 0.9 on nine to 16, and 0.5 on
+    # more.
     sparsity: tuple[float, ...] | None = None
     # The number of optimizer steps in the training; dgc chooses the sparsity for it.
     steps: int | None = None

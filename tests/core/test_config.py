@@ -160,6 +160,8 @@ def test_step_ahead_is_chosen_with_an_adaptive_optimizer(options, adaptive, chos
         (5, (0.05, 0.05)),
         (8, (0.05, 0.05)),
         (9, (0.1, 0.1)),
+        (16, (0.1, 0.1)),
+        (17, (0.5, 0.5)),
     ],
 )
 def test_what_step_ahead_sends_depends_on_the_number_of_ranks(ranks, densities, options, first_steps):

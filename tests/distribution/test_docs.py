@@ -77,10 +77,12 @@ def test_the_page_says_what_steps_chooses():
             first, later = (f"{100 * (1 - sparsity):.0f} %" for sparsity in ahead.on_ranks(2).sparsities)
             said = f"an adaptive optimizer sends {first} in the first fifth of the steps and {later} later"
             assert f"With step-ahead error feedback {said}" in " ".join(page.split())
-            of_four, of_eight, of_more = (ahead.on_ranks(ranks).sparsities for ranks in (4, 8, 9))
-            assert len({*of_four}) == len({*of_eight}) == len({*of_more}) == 1
-            four, eight, more = (f"{100 * (1 - each[0]):.2g} %" for each in (of_four, of_eight, of_more))
-            said = f"on three and four ranks {four}, on five to eight {eight}, and on more {more}"
+            chosen = [ahead.on_ranks(ranks).sparsities for ranks in (4, 8, 16, 17)]
+            assert all(len({*each}) == 1 for each in chosen)
+            four, eight, sixteen, more = (f"{100 * (1 - each[0]):.2g} %" for each in chosen)
+            said = (
+                f"on three and four ranks {four}, on five to eight {eight}, on nine to 16 {sixteen}, and on more {more}"
+            )
             assert f"{said} in all steps" in " ".join(page.split())
     assert make_config({}).suited(True, steps_ahead=True).rampup_step == 2 * 1000
     assert "Without `steps=` the first 1,000 steps count as the first fifth" in " ".join(page.split())
