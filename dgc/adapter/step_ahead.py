@@ -83,9 +83,9 @@ class StepAheadBase(EngineBase):
         """Return what belongs to a checkpoint of the model; any number of ranks may load it.
 
         Raises:
-            LayoutError: the ranks are not equal, and the model that is saved beside it would lack what is not sent.
+            LayoutError: this rank has not sent everything, and the model that is saved beside it would lack that.
         """
-        if not self.ahead.is_averaged:
+        if self.exchange.in_step or self.residual_norm() > 0:
             raise LayoutError(
                 "with step-ahead error feedback the parameters differ between ranks: call "
                 "compression.average(optimizer) on all ranks before you save them and the compressor's state_dict()"

@@ -143,10 +143,7 @@ class StepAhead:
         exchange: holds a, selects, codes and exchanges. For the exchange, updates are gradients.
         tensors: the shared values of each parameter; empty before :meth:`start`.
         noise: finds the factors s; None if updates are proportional to gradients.
-        is_averaged: whether nothing is left to send: p = theta on all ranks.
     """
-
-    is_averaged = _was_averaged = True
 
     def __init__(
         self,
@@ -209,9 +206,10 @@ class StepAhead:
         self._update_factors()
 
     def load_noise(self, saved: list[list[float]]) -> None:
-        """Load the running means of :class:`NoiseScale`, before :meth:`start`."""
+        """Load the running means of :class:`NoiseScale`."""
         if self.noise is not None:
             self.noise.load(saved)
+            self._update_factors()
 
     def is_edited(self, values: Iterable[Array]) -> bool:
         """Return whether p of some parameter, (n,) each, is not in its place."""
@@ -296,7 +294,6 @@ class StepAhead:
             )
         if len(exchange.joined) == self._transport.size:  # no rank has data: the exchange was undone
             exchange.deferred()
-            self.is_averaged = self._was_averaged
             return
         received: set[int] = set()
         for total in exchange.deferred():
@@ -326,7 +323,6 @@ class StepAhead:
         self.exchange.stats.total.count_collective(flag.nbytes + sent)
         for tensor in self.tensors:
             tensor.round()
-        self.is_averaged = True
         self.write(values)
 
     def edits(self, values: Sequence[Array]) -> list[Array] | None:
@@ -356,7 +352,7 @@ class StepAhead:
         for p, theta, is_kept in zip(values, self.shared, keeps or [False] * len(values), strict=False):
             if not is_kept:
                 p[...] = theta
-        self._results, self.tensors, self.is_averaged = (), [], True
+        self._results, self.tensors = (), []
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -380,7 +376,6 @@ class StepAhead:
         options: StepOptions,
     ) -> None:  # fmt: skip
         exchange, noise = self.exchange, self.noise
-        self._was_averaged, self.is_averaged = self.is_averaged, False
         exchange.begin(options)
         if noise is not None:
             noise.measure(exchange.state.step, gradients)

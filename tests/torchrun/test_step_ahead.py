@@ -33,7 +33,7 @@ dist.destroy_process_group()
 @pytest.mark.mpi
 @pytest.mark.matrix
 def test_more_than_four_ranks_send_more():
-    assert "density 0.100, equal True" in run_mpi(5, FIVE, launcher="torchrun").stdout
+    assert "density 0.050, equal True" in run_mpi(5, FIVE, launcher="torchrun").stdout
 
 
 FOUR = """
@@ -74,7 +74,7 @@ def on_all(tensors):
 
 straight, optimizer, compression = build()
 train(straight, optimizer, 0, 6)
-saved = copy.deepcopy([straight.state_dict(), optimizer.state_dict(), compression.state_dict()])
+compression.engine.require_between_steps("a look")  # ends a late exchange
 ahead = compression.engine.ahead
 tensor = ahead.tensors[0]
 felt = (straight[0].weight.detach().flatten() - tensor.theta).view(4, 1024)
@@ -83,6 +83,8 @@ assert tensor.a.any() and (tensor.shares < 1).any(), tensor.shares
 torch.testing.assert_close(felt, wanted, rtol=0, atol=1e-6)
 torch.testing.assert_close(tensor.shares * tensor.factors, torch.ones(4))
 assert on_all(ahead.shared) and not on_all(weights(straight))
+compression.average(optimizer)
+saved = copy.deepcopy([straight.state_dict(), optimizer.state_dict(), compression.state_dict()])
 train(straight, optimizer, 6, 12)
 resumed, optimizer, compression = build()
 for each, state in zip((resumed, optimizer, compression), saved):

@@ -23,6 +23,7 @@ class ClosureRun(Run):
             loaded.load_state_dict(state)
 
     def save(self):
+        self.compression.average(self.optimizer)
         return copy.deepcopy([o.state_dict() for o in (self.module, self.optimizer, self.compression)])
 
     def backward(self, step):

@@ -56,6 +56,7 @@ class Hook:
 
     def saved(self):
         """What a file would hold of the model, the optimizer, and this rank's compressor."""
+        self.compression.average(self.optimizer)  # with step-ahead error feedback
         buffer = io.BytesIO()
         torch.save((self.model.state_dict(), self.optimizer.state_dict(), self.compression.state_dict()), buffer)
         return buffer.getvalue()
