@@ -18,7 +18,7 @@ from dgc.core.exchange.stats import Stats
 from dgc.core.exchange.step import Hyper
 from dgc.core.layout import Layout
 from dgc.core.message import Disagreement
-from dgc.core.saved import EMPTY, holds_nothing, is_empty, own_state, require_fit, require_place, require_sound
+from dgc.core.saved import EMPTY, is_empty, own_state, require_fit, require_place, require_sound
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.hierarchical import between_nodes
 
@@ -309,7 +309,7 @@ def _close(exchange: Exchange | None, *transports: Transport) -> None:
 def warn_of_dropped(state: Any) -> None:
     """Warn that a job of one process drops a state that holds residuals or momentum."""
     states = [state] if isinstance(state, Mapping) else [s for s in state if s is not None]
-    if not all(holds_nothing(s) or s.get("parameters") == {} for s in states):  # after an average nothing is left
+    if any(s.get("parameters") for s in states):  # after an average there are none
         warnings.warn(
             "one process compresses nothing: what the ranks had not sent yet, and their momentum, are dropped",
             RuntimeWarning,

@@ -206,10 +206,9 @@ class StepAhead:
         self._update_factors()
 
     def load_noise(self, saved: list[list[float]]) -> None:
-        """Load the running means of :class:`NoiseScale`."""
+        """Load the running means of :class:`NoiseScale`; :meth:`start` has to follow."""
         if self.noise is not None:
             self.noise.load(saved)
-            self._update_factors()
 
     def is_edited(self, values: Iterable[Array]) -> bool:
         """Return whether p of some parameter, (n,) each, is not in its place."""
@@ -347,7 +346,7 @@ class StepAhead:
     def restart(self, values: Sequence[Array] = (), keeps: Sequence[bool] = ()) -> None:
         """Forget the shared values after a reset of the exchange; :meth:`start` has to follow.
 
-        Write theta into ``values``, p of each parameter, (n,), except into those that ``keeps`` names.
+        Write theta into ``values``, p of each parameter, (n,), except where ``keeps`` is true.
         """
         for p, theta, is_kept in zip(values, self.shared, keeps or [False] * len(values), strict=False):
             if not is_kept:
@@ -364,7 +363,7 @@ class StepAhead:
     def _update_factors(self) -> None:
         if self.noise is not None:
             factors = self._convert(self.noise.scales())
-            for tensor, groups in zip(self.tensors, self.noise.groups, strict=False):
+            for tensor, groups in zip(self.tensors, self.noise.groups, strict=True):
                 tensor.factors = factors[groups]
                 tensor.shares = 1 / factors[groups] if self.noise.shortens and self._shortens else None
 

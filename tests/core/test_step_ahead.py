@@ -278,8 +278,8 @@ def test_with_many_ranks_a_rank_feels_its_own_update_and_sends_a_longer_one(rank
 
     def job(transport):
         ahead, values = make(transport, rescales=True, sparsity=0.9, values="float32"), first_values()
-        ahead.start(values)
         factors = load_noise(ahead, ranks)
+        ahead.start(values)
         rng = np.random.default_rng(transport.rank)
         updates = [rng.normal(size=v.size).astype(np.float32) for v in values]
         longer = [factor * update for factor, update in zip(factors, updates, strict=True)]
@@ -315,8 +315,8 @@ def test_with_many_ranks_a_rank_feels_its_own_update_and_sends_a_longer_one(rank
 def test_weights_that_all_ranks_load_are_there_at_once_and_stay(late):
     def job(transport):
         ahead, values = make(transport, rescales=True, sparsity=0.9), first_values()
-        ahead.start(values)
         load_noise(ahead, 4)
+        ahead.start(values)
         rng = np.random.default_rng(transport.rank)
         for _ in range(2):
             move(ahead, values, [rng.normal(size=v.size).astype(np.float32) for v in values], late=late)
@@ -341,8 +341,8 @@ def test_weights_that_all_ranks_load_are_there_at_once_and_stay(late):
 def test_a_step_of_sgd_beside_adaptive_ones_is_felt_as_it_is():
     def job(transport):
         ahead, values = make(transport, rescales=True, sparsity=0.9, values="float32"), first_values()
-        ahead.start(values)
         load_noise(ahead, 4)
+        ahead.start(values)
         move(ahead, values, [np.ones_like(v) for v in values], rescales=False)
         ahead.exchange.close()
         for value, first in zip(values, first_values(), strict=True):
