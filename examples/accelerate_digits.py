@@ -38,6 +38,8 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()  # at the end: before backward() it would drop all micro-batches but the last
         if folder:
+            if compression is not None:
+                compression.average(optimizer)
             accelerator.save_state(f"{folder}/{epoch + 1}")
     return accelerator.unwrap_model(model)
 

@@ -19,7 +19,7 @@ INTRO = """# dgc on two ranks, from one cell
 
 This is the script of the first comparison (`docs/start.md`): a small network reads scanned digits, in
 `DistributedDataParallel` with dgc's hook. It needs `pip install ".[torch]" scikit-learn`. Start the cell once more
-after an interruption: training goes on from the checkpoint in `run`."""
+after an interruption: training goes on from `checkpoint.pt`."""
 
 CELL = """import subprocess
 import sys

@@ -22,9 +22,7 @@ import torch
 from faults import STEPS, VICTIM, Fault
 from network_faults import GAP, NETWORK_FAULTS
 from rank import Rank
-from torch_ways import make
-
-import dgc.torch as dgc
+from torch_ways import make, save
 
 EVERY = 2
 """Steps from a checkpoint to the next."""
@@ -72,30 +70,20 @@ def main() -> None:
         model(torch.randn(8, 64, generator=data)).square().mean().backward()
         optimizer.step()
         if (step + 1) % EVERY == 0:
-            _save(path, model, optimizer, compression, step + 1)
+            save(path, model, optimizer, compression, step + 1)
     rank.finished([p.detach().numpy() for p in model.parameters()])
-
-
-def _save(path: Path, model: torch.nn.Module, optimizer: Any, compression: Any, step: int) -> None:
-    if compression is not None:
-        dgc.save_checkpoint(path, model=model, optimizer=optimizer, compression=compression, extra=step)
-    elif hvd.rank() == 0:
-        path.mkdir(exist_ok=True)
-        whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": step}
-        torch.save(whole, path / "checkpoint.new")
-        (path / "checkpoint.new").rename(path / "checkpoint.pt")
 
 
 def _load(path: Path, model: torch.nn.Module, optimizer: Any, compression: Any) -> int:
     """The number of steps that were made before."""
     if not (path / "checkpoint.pt").exists():
         return 0
-    if compression is not None:
-        return dgc.load_checkpoint(path, model=model, optimizer=optimizer, compression=compression)
     whole = torch.load(path / "checkpoint.pt", weights_only=True)
     model.load_state_dict(whole["model"])
     optimizer.load_state_dict(whole["optimizer"])
-    return whole["extra"]
+    if compression is not None:
+        compression.load_state_dict(whole["compression"])
+    return whole["step"]
 
 
 if __name__ == "__main__":

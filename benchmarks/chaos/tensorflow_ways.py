@@ -12,6 +12,7 @@ from rank import Rank, run
 
 import dgc.tensorflow.keras as dgc_keras
 from dgc import tensorflow as dgc
+from dgc.core.state import save_state
 
 
 def _tell(rank: Rank, place: str) -> Any:
@@ -157,19 +158,20 @@ def _loop(way: str, rank: Rank, model: Any, optimizer: Any) -> bool:
         rank.begin(number)
         step(x, y)
         if rank.fault.where == "outside" and _is_time(rank):
-            _save(rank, model, compression)
+            _save(rank, model, optimizer, compression)
             return True
     return False
 
 
-def _save(rank: Rank, model: Any, compression: Any) -> None:
-    """In a loop of one's own each rank keeps its state beside rank 0's weights."""
+def _save(rank: Rank, model: Any, optimizer: Any, compression: Any) -> None:
     folder = rank.folder / "checkpoint"
     folder.mkdir(exist_ok=True)
+    if compression is not None:
+        compression.average(optimizer)
     if hvd.rank() == 0:
         model.save_weights(folder / "model.weights.h5")
-    if compression is not None:
-        np.save(folder / f"dgc.rank{hvd.rank()}.npy", compression.state_dict(), allow_pickle=True)
+        if compression is not None:
+            save_state(folder / "dgc.npz", compression.state_dict())
     rank.saved()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -75,7 +76,8 @@ def train(way: str, rank: Rank) -> None:
         model(torch.randn(8, 64, generator=data)).square().mean().backward()
         optimizer.step()
         if rank.fault.where == "outside" and _is_time(rank):
-            _save(rank, model, optimizer, compression)
+            save(rank.folder / "checkpoint", model, optimizer, compression, step + 1)
+            rank.saved()
             return
     rank.finished([p.detach().numpy() for p in model.parameters()])
 
@@ -87,14 +89,17 @@ def _is_time(rank: Rank) -> bool:
     return bool(hvd.allreduce(torch.tensor(float(rank.told)), name="told", op=hvd.Sum))
 
 
-def _save(rank: Rank, model: torch.nn.Module, optimizer: Any, compression: Any) -> None:
-    folder = rank.folder / "checkpoint"
+def save(folder: Path, model: torch.nn.Module, optimizer: Any, compression: Any, step: int) -> None:
+    """Write a checkpoint on rank 0, completely or not at all. Called on all ranks."""
+    parts = {"model": model, "optimizer": optimizer}
     if compression is not None:
-        dgc.save_checkpoint(folder, model=model, optimizer=optimizer, compression=compression)
-    elif hvd.rank() == 0:
-        folder.mkdir()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
-    rank.saved()
+        compression.average(optimizer)
+        parts["compression"] = compression
+    if hvd.rank() == 0:
+        folder.mkdir(exist_ok=True)
+        whole = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({**whole, "step": step}, folder / "checkpoint.new")
+        (folder / "checkpoint.new").rename(folder / "checkpoint.pt")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from dgc.adapter.agreement import agree_or_raise
@@ -22,7 +22,7 @@ from dgc.core.compressors import compressor_class, compressor_names, make_config
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.exchange import LossScale
 from dgc.core.exchange.stats import Stats
-from dgc.core.saved import EMPTY, INACTIVE, holds_nothing, is_empty, require_op, require_states
+from dgc.core.saved import EMPTY, INACTIVE, digest, is_empty, require_state
 from dgc.errors import ConfigError, LayoutError
 
 EngineT = TypeVar("EngineT", bound=EngineBase)
@@ -56,7 +56,7 @@ class CompressorBase(Generic[EngineT]):
         self.engine: EngineT | None = None
         self._observers: list[Observer] = []
         self.is_bound, self.generation = False, 0
-        self._pending: tuple[Any, bool] | None = None
+        self._pending: Mapping[str, Any] | None = None
 
     def _read_loss_scale(self, value: object) -> LossScale:
         """Return the option ``loss_scale`` in the core's form. Adapters also accept their framework's loss scalers."""
@@ -123,15 +123,16 @@ class CompressorBase(Generic[EngineT]):
                 self.engine = open_engine(transport)
                 self.engine.observers = self._observers
                 # A state must have been loaded on all ranks, or on none.
-                advice = "Call load_state_dict() on every rank or on none."
+                advice = "Load the same state on every rank, or none."
                 given = {"step": "none loaded" if self._pending is None else "one loaded"}
                 agree_or_raise(transport, lambda: given, "states", LayoutError, advice)
                 if self._pending is not None:
-                    self._load(*self._pending, advice)
+                    self._load(self._pending, advice)
                 self._pending = None
             elif self._pending is not None:
-                (state, _), self._pending = self._pending, None
-                warn_of_dropped(state)
+                state, self._pending = self._pending, None
+                if job.included:
+                    warn_of_dropped(state)
         except BaseException:
             if self.engine is not None:
                 self.engine.close(keep_transport=True)
@@ -197,38 +198,52 @@ class CompressorBase(Generic[EngineT]):
         """
         return self.engine.describe() if self.engine is not None else dict(NO_EXCHANGE) if self.is_bound else {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: residuals, momentum buffers, step. It differs between ranks; never broadcast it.
+    def average(self, optimizer: Any = None) -> None:
+        """Make the model equal on all ranks, and what belongs to ``optimizer`` if it is given. Collective.
 
-        With step-ahead error feedback call :meth:`average` on all ranks before; any rank may load the state then.
-
-        Before the compressor is bound, this is the loaded state. It is empty if none was loaded, or one was loaded with
-        ``resize=True``.
+        Before you evaluate the model, call it without the optimizer. Before you save a checkpoint, call it with the
+        optimizer: its state and the compressor's become equal on all ranks, too, and one rank can save them. Residuals
+        and momentum are replaced by their means. With classic error feedback the model is always equal.
 
         Raises:
-            LayoutError: it was called in the middle of a step, or after a step that failed; or with step-ahead error
-                feedback, while the ranks differ.
+            LayoutError: it was called in the middle of a step, or after a step that failed.
+            ConfigError: another rank makes a step.
         """
         if self.engine is not None:
-            return self.engine.state_dict()
-        if self.is_bound:
-            return dict(INACTIVE)
-        state, resize = self._pending or (EMPTY, False)
-        return copy.deepcopy(EMPTY if resize else dict(state))
+            self.engine.require_open("average()")
+            self.engine.average(optimizer)
 
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:
-        """Continue from a saved state; call it on all ranks.
+    def state_dict(self, own: bool = False) -> dict[str, Any]:
+        """Return the compressor's state for a checkpoint: residuals, momentum buffers, step.
 
-        A compressor that is bound to no model keeps the state and loads it when it is bound. An empty state, from a
-        compressor that had not exchanged anything, resets this one.
+        Call :meth:`average` with the optimizer on all ranks before, and save the state of one rank. Any number of ranks
+        can load it. Before the compressor is bound, this is the loaded state, or an empty one.
 
         Args:
-            state: the result of :meth:`state_dict` on this rank; with ``resize=True`` a list of all old ranks' states.
-            resize: redistribute the residuals of N old ranks to this job's M ranks, so that their mean is kept.
+            own: return this rank's state, also if it differs from that of other ranks.
 
         Raises:
-            LayoutError: on some rank, the state is damaged or belongs to another model, rank, number of ranks or op; or
-                the ranks' states are of different steps. No rank's present state is changed.
+            LayoutError: the ranks may differ; or it was called in the middle of a step, or after a step that failed; or
+                this rank is not in the process set.
+        """
+        if self.engine is not None:
+            return self.engine.state_dict(own)
+        if not self.takes_part:
+            raise LayoutError("this rank is not in the compressor's process set: save the state of a rank that is")
+        return dict(INACTIVE) if self.is_bound else copy.deepcopy(dict(self._pending or EMPTY))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; call it on all ranks, with the same state.
+
+        A compressor that is bound to no model keeps the state and loads it when it is bound. An empty state, from a
+        compressor that had not exchanged anything, resets this one. So does one of a job of one process.
+
+        Args:
+            state: the result of :meth:`state_dict`, from a job of any number of ranks.
+
+        Raises:
+            LayoutError: on some rank, the state is damaged or belongs to another model or op; or the ranks' states
+                differ. No rank's present state is changed.
 
         Warns:
             RuntimeWarning: this process exchanges nothing, so it drops residuals and momentum.
@@ -236,58 +251,44 @@ class CompressorBase(Generic[EngineT]):
         if self.engine is not None:
             self.engine.require_open("load_state_dict()")
             self.engine.abandon()  # an unfinished step would use the transport
-            advice = "Load a state on every rank, each its own."
-            self._load(state, resize, advice)
+            self._load(state, "Load the same state on every rank.")
             self.generation += 1
-        elif self.is_bound:
-            self._require_states(state, resize)
+            return
+        self.fitting_state(state)
+        if not self.is_bound:
+            self._pending = state
+        elif self.takes_part:
             warn_of_dropped(state)
-        else:
-            self._require_states(state, resize)
-            self._pending = state, resize
 
-    def fitting_state(self, state: object, resize: bool = False) -> dict[str, Any]:
+    def fitting_state(self, state: Any) -> Mapping[str, Any]:
         """Check that :meth:`load_state_dict` will accept a state on this rank. Change nothing. Not collective.
 
         Returns:
-            This rank's part of the state, to load without ``resize``; {} resets.
+            The state to load; {} resets.
         """
-        states = self._require_states(state, resize)
+        require_state(state)
+        if is_empty(state):
+            return {}
         if self.engine is not None:
-            return self._own(states, resize)
-        if self.is_bound:  # a bound compressor's op does not change any more
-            for each in states:
-                if each is not None and not holds_nothing(each):
-                    require_op(each, self.config.op)
-        return {}
+            self.engine.require_loadable(state)
+        found: Mapping[str, Any] = state
+        return found
 
-    def _load(self, state: object, resize: bool, advice: str) -> None:
+    def _load(self, state: object, advice: str) -> None:
         """Load a state on all ranks or on none: all ranks check their states before any of them changes anything."""
         engine, found = self.engine, {}
         assert engine is not None
 
         def look() -> dict[str, Any]:
-            found["own"] = own = self.fitting_state(state, resize)
-            return {"step": own.get("step", 0), "empty": is_empty(own)}
+            found["state"] = new = self.fitting_state(state)
+            return {"step": new.get("step", 0), "empty": not new, "checksum": digest(new)}
 
         def change() -> dict[str, Any]:
-            engine.load_state_dict(found["own"])
+            engine.load_state_dict(found["state"])
             return {}
 
         agree_or_raise(engine.transport, look, "states", LayoutError, advice)
         agree_or_raise(engine.transport, change, "results of loading the states", LayoutError)
-
-    def _require_states(self, state: object, resize: bool) -> list[Any]:
-        return require_states(state, resize)
-
-    def _own(self, states: list[Any], resize: bool) -> dict[str, Any]:
-        """Check ``states`` and return this rank's part, or {} for a reset."""
-        assert self.engine is not None
-        if all(state is None or is_empty(state) or (resize and holds_nothing(state)) for state in states):
-            return {}
-        own = self.engine.own_part(states, resize, self.config.rampup_begin_step)
-        self.engine.require_loadable(own)
-        return own
 
     def reset(self) -> None:
         """Forget residuals, momentum buffers, the step and the statistics. Call it on all ranks."""

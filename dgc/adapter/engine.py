@@ -18,7 +18,7 @@ from dgc.core.exchange.stats import Stats
 from dgc.core.exchange.step import Hyper
 from dgc.core.layout import Layout
 from dgc.core.message import Disagreement
-from dgc.core.saved import EMPTY, is_empty, own_state, require_fit, require_place, require_sound
+from dgc.core.saved import EMPTY, require_fit, require_op, require_sound
 from dgc.errors import DGCError, LayoutError, TransportError
 from dgc.transport.hierarchical import between_nodes
 
@@ -31,8 +31,8 @@ NO_EXCHANGE: Final[dict[str, Any]] = {"density": 1.0, "sparsified_share": 0.0, "
 
 CONNECTED: Final = (
     "a compressor that is bound to a model cannot be copied or pickled, as it holds this rank's residuals and a "
-    "connection to the other ranks: copy it before it is bound, or build a new one on every rank and hand it this "
-    "one's state with load_state_dict(compression.state_dict())"
+    "connection to the other ranks: copy it before it is bound. Or call average(optimizer), build a new one on every "
+    "rank, and hand it this one's state with load_state_dict(compression.state_dict())"
 )
 
 
@@ -76,14 +76,14 @@ class EngineBase(abc.ABC):
         """Raise ``error`` here, and on all ranks that are waiting for this one in an exchange."""
 
     @abc.abstractmethod
-    def _take_state(self, saved: dict[str, Any]) -> None:
+    def _take_state(self, saved: Mapping[str, Any]) -> None:
         """Load a state that is not empty into the exchange."""
 
     def _extra_state(self) -> dict[str, Any]:
         """Return the values that this framework saves in addition to the exchange's state."""
         return {}
 
-    def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def _renamed(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state with the names of this model, which may differ from the saved ones."""
         return saved
 
@@ -231,7 +231,7 @@ class EngineBase(abc.ABC):
         Before the first step, and with ``hierarchical``, nothing is compared.
         """
         exchange = self._exchange
-        if exchange is not None and exchange.state.step and self.between.inside is None:
+        if exchange is not None and not exchange.state.is_equal and self.between.inside is None:
             exchange.meet(call)
 
     def require_between_steps(self, what: str, *, whole: bool = False) -> None:
@@ -241,37 +241,58 @@ class EngineBase(abc.ABC):
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: the exchange's state, and what the framework adds."""
-        state = {**EMPTY, "parameters": {}} if self._exchange is None else self._exchange.state_dict()
-        return {**state, **self.between.rank_info(), **self._extra_state()}
+    def average(self, optimizer: Any = None) -> None:
+        """Make the compressor's state equal on all ranks, if ``optimizer`` is given. Collective, between steps.
 
-    def own_part(self, states: list[Any], resize: bool, begin: int) -> dict[str, Any]:
-        """Return this rank's part of saved states, the first compressed step of whose job was ``begin``."""
-        own: dict[str, Any] = states[0]
-        if resize:
-            return own_state(states, self.transport.rank, self.transport.size, begin, op=self._config.op)
-        if own.get("inactive"):
+        The parameters and the optimizer's state already are equal.
+        """
+        exchange = self._exchange
+        if optimizer is not None and exchange is not None:
+            exchange.require_whole("average()")
+            if not exchange.state.is_equal:
+                self.meet("average(optimizer)")
+                exchange.average()
+
+    def state_dict(self, own: bool = False) -> dict[str, Any]:
+        """Return the exchange's state, and what the framework adds.
+
+        Raises:
+            LayoutError: the ranks may differ, and ``own`` is not set; or the state is not that of a whole step.
+        """
+        if self._exchange is None:
+            return {**EMPTY, "parameters": {}, **self._extra_state()}
+        state = self._exchange.state_dict()
+        if not own:
+            self._require_equal_ranks()
+        return {**state, **self._extra_state()}
+
+    def _require_equal_ranks(self) -> None:
+        if self._exchange is not None and not self._exchange.state.is_equal:
             raise LayoutError(
-                "the saved compressor state comes from a job of one process, which keeps no residuals; do not load it, "
-                "or pass resize=True to start with empty residuals"
+                "the ranks differ in what they have not sent: call compression.average(optimizer) on all ranks, and "
+                "before the next step save the states of one rank, which any number of ranks can load"
             )
-        return own
 
-    def require_loadable(self, saved: dict[str, Any]) -> None:
-        """Require that :meth:`load_state_dict` will accept a state. Change nothing. Not collective."""
-        if is_empty(saved):
-            return
-        require_place(saved, op=self._config.op, **self.between.rank_info())
+    def require_loadable(self, saved: Mapping[str, Any]) -> None:
+        """Require that :meth:`load_state_dict` will accept a state that is not empty. Not collective."""
         require_sound(saved)
+        require_op(saved, self._config.op)
+        if not saved.get("equal"):
+            raise LayoutError(
+                "the saved compressor state is that of one rank: call compression.average(optimizer) on all ranks, and "
+                "then save state_dict()"
+            )
         saved = self._renamed(saved)
         # A tensor has no state here if another library averages its gradients.
         others = set(self.names) - {p.name for p in self.layout.parameters}
         require_fit(saved, self.layout, self.names if "kinds" in saved else others)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state that :meth:`require_loadable` accepts, after :meth:`abandon`. An empty state resets."""
-        if is_empty(saved):
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load a state that :meth:`require_loadable` accepts, after :meth:`abandon`. {} resets.
+
+        All ranks load the same state.
+        """
+        if not saved:
             self.reset()
         else:
             self._take_state(saved)
@@ -306,10 +327,9 @@ def _close(exchange: Exchange | None, *transports: Transport) -> None:
             transport.close()
 
 
-def warn_of_dropped(state: Any) -> None:
+def warn_of_dropped(state: Mapping[str, Any]) -> None:
     """Warn that a job of one process drops a state that holds residuals or momentum."""
-    states = [state] if isinstance(state, Mapping) else [s for s in state if s is not None]
-    if any(s.get("parameters") for s in states):  # after an average there are none
+    if state.get("parameters"):  # with step-ahead there are none
         warnings.warn(
             "one process compresses nothing: what the ranks had not sent yet, and their momentum, are dropped",
             RuntimeWarning,

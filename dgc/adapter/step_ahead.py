@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,7 +14,7 @@ from dgc.adapter.checks import warn_once
 from dgc.adapter.engine import EngineBase
 from dgc.core.exchange.exchange import Exchange
 from dgc.core.exchange.stages import as_dgc_error
-from dgc.core.saved import EMPTY, is_empty, require_sound
+from dgc.core.saved import EMPTY, require_sound
 from dgc.core.step_ahead import StepAhead
 from dgc.errors import DGCError, LayoutError
 
@@ -79,30 +79,18 @@ class StepAheadBase(EngineBase):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, own: bool = False) -> dict[str, Any]:
         """Return what belongs to a checkpoint of the model; any number of ranks may load it.
 
         Raises:
-            LayoutError: this rank has not sent everything, and the model that is saved beside it would lack that.
+            LayoutError: the ranks may differ, and the model and optimizer that are saved beside it as well.
         """
-        if self.exchange.in_step or self.residual_norm() > 0:
-            raise LayoutError(
-                "with step-ahead error feedback the parameters differ between ranks: call "
-                "compression.average(optimizer) on all ranks before you save them and the compressor's state_dict()"
-            )
+        self._require_equal_ranks()
         noise = {} if self.ahead.noise is None else {"noise": self.ahead.noise.to_list()}
-        step = self.exchange.state.step
-        return {**EMPTY, "step": step, "parameters": {}, **self.between.rank_info(), "op": "average", **noise}
+        return {**EMPTY, "step": self.exchange.state.step, "equal": True, "op": "average", **noise}
 
     @override
-    def own_part(self, states: list[Any], resize: bool, begin: int) -> dict[str, Any]:
-        own: dict[str, Any] = states[0]
-        return {} if own.get("inactive") else own
-
-    @override
-    def require_loadable(self, saved: dict[str, Any]) -> None:
-        if is_empty(saved):
-            return
+    def require_loadable(self, saved: Mapping[str, Any]) -> None:
         require_sound(saved)
         if saved["parameters"]:
             raise LayoutError(
@@ -117,7 +105,7 @@ class StepAheadBase(EngineBase):
             raise LayoutError("the saved noise scale is not two rows of finite numbers: the file is damaged")
 
     @override
-    def _take_state(self, saved: dict[str, Any]) -> None:
+    def _take_state(self, saved: Mapping[str, Any]) -> None:
         self.exchange.reset()
         self.exchange.state.step = saved["step"]
         self.ahead.restart()

@@ -1,20 +1,22 @@
 """The memory of a compressor on one rank: momentum buffers u, residuals v, and the step.
 
-u and v differ between ranks once sparsification has begun, and must never be broadcast.
+u and v differ between ranks once sparsification has begun, and must never be broadcast. :meth:`State.average` makes
+them equal, to save them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dgc.core.collectives import Transport
 from dgc.core.kernels.base import Array, Memory
 from dgc.core.kernels.threshold import new_thresholds
 from dgc.core.layout import Bucket, Layout, Segment
-from dgc.core.saved import FORMAT, own_arrays, require_fit, require_sound
+from dgc.core.saved import FORMAT, own_arrays, require_fit
 
 # Users import these two from this module.
 from dgc.core.state_file import load_state as load_state
@@ -57,13 +59,6 @@ class BucketState:
             return self.w[places], self.stripes.positions(np.arange(places.start, places.stop)) - segment.offset
         inside = np.arange(max(first, self.stripes.small.start), min(first + segment.length, self.stripes.small.stop))
         return self.owned_error[inside[0] : inside[-1] + 1] if inside.size else self.w[:0], inside - first
-
-    def set_owned(self, segment: Segment, sums: np.ndarray) -> np.ndarray:
-        """Store the unsent sums of a tensor, (length,), that this rank owns; return a copy with 0 in their places."""
-        rest, (owned, places) = np.array(sums, np.float32), self.owned(segment)
-        owned[...] = rest[places]
-        rest[places] = 0
-        return rest
 
     def return_owned(self, *, sparse: bool, small: bool) -> None:
         """Move the unsent sums of sparsified and of small tensors into this rank's own residuals.
@@ -127,6 +122,7 @@ class State:
 
     Attributes:
         own_share: see :meth:`dgc.core.config.DGCConfig.own_share`.
+        is_equal: whether the state is known to be the same on all ranks.
     """
 
     def __init__(self, layout: Layout, memory: Memory, own_share: float, stripes: Sequence[Stripes | None]) -> None:
@@ -137,7 +133,7 @@ class State:
 
     def reset(self) -> None:
         """Forget everything: zeros, step 0."""
-        self.step = 0
+        self.step, self.is_equal = 0, True
         self.buckets = [
             BucketState(bucket, self._memory, stripes)
             for bucket, stripes in zip(self._layout.buckets, self._stripes, strict=True)
@@ -153,7 +149,7 @@ class State:
         """Copy the values of another state of the same layout."""
         for bucket, source in zip(self.buckets, other.buckets, strict=True):
             bucket.assign(source)
-        self.step = other.step
+        self.step, self.is_equal = other.step, other.is_equal
 
     def momentum_buffer(self, parameter: int) -> Array:
         """Return a view of u for one parameter, (numel,), in the kernels' memory."""
@@ -196,51 +192,70 @@ class State:
         others = [array for b in self.buckets for array in (b.error, b.w, b.owned_error)]
         return float(np.sqrt(squares + sum(float(np.square(a, dtype=np.float64).sum()) for a in others)))
 
+    def average(self, transport: Transport, rampup_begin_step: int) -> int:
+        """Make the state equal on all ranks: residuals and momentum become their means. Collective.
+
+        Also forget the thresholds. The mean of the residuals, which the ranks have yet to send, stays the same.
+
+        Returns:
+            The number of bytes that this rank has sent.
+        """
+        sent = 0
+        for bucket in self.buckets:
+            bucket.return_owned(sparse=True, small=True)
+            own = [bucket.v] if self.step < rampup_begin_step else [bucket.v, bucket.u[: len(bucket.v)]]
+            for array in own:
+                values = self._memory.to_host(array)
+                sent += _average(values, transport)
+                self._memory.copy_in(array, values)
+            sent += _average(bucket.error, transport)
+            bucket.residual_pending = bool(bucket.error.any())
+            bucket.thresholds.fill(np.nan)
+        self.is_equal = True
+        return sent
+
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy as dicts and NumPy arrays. The keys are parameter names, because the layout may change."""
+        """Return a copy as dicts and NumPy arrays. The keys are parameter names, because the layout may change.
+
+        Sums that this rank owns are added to its own residuals.
+        """
         parameters = {}
         for i, p in enumerate(self._layout.parameters):
             state, segment = self._place(i)
             entry: dict[str, Any] = {"u": self._memory.to_host(state.u[segment.slice])}
+            owned, places = state.owned(segment)
             if self._layout.is_sparsified(i):
                 entry["v"] = self._memory.to_host(state.v[segment.slice])
+                entry["v"][places] += owned
                 entry["threshold"] = state.thresholds_of(segment).copy()
-            elif state.residual_pending and (error := state.error_of(segment)).size:
-                entry["error"] = error.copy()
-            if state.stripes and (self._layout.is_sparsified(i) or state.error_of(segment).size):
-                owned, places = state.owned(segment)
-                entry["w"] = np.zeros(segment.length, np.float32)
-                entry["w"][places] = owned
+            elif state.error_of(segment).size:
+                error = state.error_of(segment).copy()
+                error[places] += owned
+                if error.any():
+                    entry["error"] = error
             parameters[p.name] = entry
-        return {"format": FORMAT, "step": self.step, "parameters": parameters}
+        return {"format": FORMAT, "step": self.step, "equal": self.is_equal, "parameters": parameters}
 
-    def load(self, saved: dict[str, Any]) -> None:
-        """Load the result of :meth:`to_dict`.
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Load a sound result of :meth:`to_dict`.
 
         Raises:
-            LayoutError: the format, the parameters or their lengths differ, or a value is not finite. The state stays
-                as it was.
+            LayoutError: the parameters or their lengths differ, or a value is not finite. The state stays as it was.
         """
-        require_sound(saved)
         require_fit(saved, self._layout)
         for bucket in self.buckets:
             bucket.clear_error()
         for i, p in enumerate(self._layout.parameters):
             entry, (state, segment) = saved["parameters"][p.name], self._place(i)
             self.set_momentum_buffer(i, entry["u"])
-            # If the state was saved with other ranks or buckets, some of its sums may belong to other ranks now.
-            rest = state.set_owned(segment, entry["w"]) if "w" in entry else np.empty(0)
             if self._layout.is_sparsified(i):
-                v = entry["v"] + rest if rest.any() else entry["v"]
-                self._memory.copy_in(state.v[segment.slice], v)
+                self._memory.copy_in(state.v[segment.slice], entry["v"])
                 row, threshold = state.thresholds_of(segment), entry.get("threshold")
                 row[...] = threshold if threshold is not None and len(threshold) == row.size else np.nan
-            elif "error" in entry or rest.any():
-                state.error_of(segment)[...] = entry.get("error", 0.0)
-                if rest.any():
-                    state.error_of(segment)[...] += rest
+            elif "error" in entry:
+                state.error_of(segment)[...] = entry["error"]
                 state.residual_pending = True
-        self.step = int(saved["step"])
+        self.step, self.is_equal = int(saved["step"]), bool(saved.get("equal"))
 
     def _place(self, parameter: int) -> tuple[BucketState, Segment]:
         bucket, segment = self._layout.places[parameter]
@@ -248,3 +263,11 @@ class State:
 
     def _share_of(self, parameter: int) -> float:
         return self.own_share if self._layout.is_sparsified(parameter) else 1.0
+
+
+def _average(values: np.ndarray, transport: Transport) -> int:
+    """Replace values, (n,), by their mean over the ranks; return the number of bytes that this rank has sent."""
+    if values.size:
+        transport.allreduce(values, "sum")
+        values /= transport.size
+    return values.nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -116,8 +116,7 @@ class DGCCompressor(HorovodCompressor):
             )
 
         if self._pending is not None:
-            first = self._pending[0]
-            self.names = (first if isinstance(first, Mapping) else first[0]).get("names", self.names)
+            self.names = self._pending.get("names", self.names)
         self._bind(
             process_set,
             lambda transport: self.open_engine(list(variables), optimizer, transport, process_set),
@@ -153,11 +152,6 @@ class DGCCompressor(HorovodCompressor):
         return kind(
             variables, self.config, transport, self.adoption, self._loss_scale, self._lacks_residuals, self.names
         )
-
-    def average(self, optimizer: Optimizer | None = None) -> None:
-        """Make the variables equal on all ranks, and those of ``optimizer`` if it is given. Collective."""
-        if isinstance(self.engine, StepAheadEngine):
-            self.engine.average(optimizer)
 
     def _give_back(self) -> None:
         adoption, self.adoption = self.adoption, None

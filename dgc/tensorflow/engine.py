@@ -9,7 +9,7 @@ import dataclasses
 import glob
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
@@ -413,7 +413,7 @@ class Engine(EngineBase):
         earlier = None if moment is None else moment.earlier_steps
         return {"rate": self.rate, "kinds": list(self.kinds or ()), "names": self.names, "earlier_steps": earlier}
 
-    def _take_state(self, saved: dict[str, Any]) -> None:
+    def _take_state(self, saved: Mapping[str, Any]) -> None:
         self._left_at = 0
         saved = self._renamed(saved)
         names = {name: i for i, name in enumerate(self.names)}
@@ -468,11 +468,17 @@ class Engine(EngineBase):
             bucket.error, bucket.w = bucket.error[:0].copy(), bucket.w[:0].copy()
             bucket.owned_error = bucket.owned_error[:0].copy()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state."""
+    @override
+    def average(self, optimizer: Any = None) -> None:
+        super().average(optimizer)
+        if optimizer is not None and self.adoption.moment is not None:
+            self.adoption.moment.clear_slots()  # so that this run goes on as one that loads the saved model
+
+    @override
+    def state_dict(self, own: bool = False) -> dict[str, Any]:
         if self._is_closed:
             raise LayoutError("the compressor was closed and has no residuals any more: take its state before close()")
-        return super().state_dict()
+        return super().state_dict(own)
 
     def _clear(self) -> None:
         self._left_at = 0
@@ -488,7 +494,7 @@ class Engine(EngineBase):
         return make_layout([describe(self.names[i], self.variables[i]) for i in indices], self._config)
 
     @override
-    def require_loadable(self, saved: dict[str, Any]) -> None:
+    def require_loadable(self, saved: Mapping[str, Any]) -> None:
         names, layout = self.names, self.layout
         try:
             super().require_loadable(saved)
@@ -496,7 +502,7 @@ class Engine(EngineBase):
             self._call(names)
             self.layout = layout
 
-    def _renamed(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def _renamed(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Give the variables their names in the state, because Keras renames a loaded model's variables."""
         names = list(saved.get("names", self.names))
         if names == self.names or len(names) != len(self.names):
@@ -541,8 +547,8 @@ class Engine(EngineBase):
                 f"the model goes on after {steps} steps, but nothing was loaded into the compressor, which holds "
                 f"momentum and residuals: {' and '.join(lost)} is lost. "
                 "dgc.tensorflow.keras.callbacks.CompressionCheckpoint keeps both beside a model (place it before "
-                "callbacks that save the model); in your own loop call the compressor's state_dict() and "
-                "load_state_dict() on every rank",
+                "callbacks that save the model); in your own loop call average(optimizer) of the compressor on all "
+                "ranks, save its state_dict(), and call load_state_dict() on all ranks",
                 RuntimeWarning,
                 stacklevel=2,
             )

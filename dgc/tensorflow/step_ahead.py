@@ -179,16 +179,19 @@ class StepAheadEngine(StepAheadBase, Engine):
         if self.is_scaled:
             self.common_verdict(APPLY)
             self._has_agreed = False
-        self.meet("average()")
-        if self.ahead.shared:
-            values = built_together(self.transport, self._values)
-            self.ahead.average(values)
-            self._write(values)
+        if not self.ahead.shared:  # there was no step
+            return
+        self.meet("average()" if optimizer is None else "average(optimizer)")
+        values = built_together(self.transport, self._values)
+        self.ahead.average(values)
+        self._write(values)
         for variable in _slots(without_loss_scale(optimizer)):
             mean = np.array(as_array(variable), np.float32)
             self.between.allreduce(mean, "sum")
             mean /= np.float32(self.between.size)
             variable.assign(tf.cast(mean.reshape(variable.shape), variable.dtype))
+        if optimizer is not None:
+            self.exchange.state.is_equal = True
 
     @override
     def exchange_nothing(self, flags: int) -> None:
@@ -228,7 +231,7 @@ class StepAheadEngine(StepAheadBase, Engine):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, own: bool = False) -> dict[str, Any]:
         """Return the state, with the names of the variables, because Keras renames those of a loaded model."""
         return {**super().state_dict(), "names": self.names}
 

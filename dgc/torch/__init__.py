@@ -17,7 +17,6 @@ from dgc.contrib import paddle
 from dgc.contrib.paddle import *  # noqa: F403
 from dgc.errors import *  # noqa: F403
 from dgc.torch import ddp
-from dgc.torch.checkpoint import RankState, load_checkpoint, save_checkpoint
 from dgc.torch.compressor import Compression, DGCCompressor
 from dgc.torch.contrib.fuse import fuse_optimizer, fuse_step, is_fused_optimizer
 from dgc.torch.contrib.momentum import DGCMomentum
@@ -25,6 +24,7 @@ from dgc.torch.contrib.zero import ZeroRedundancyOptimizer
 from dgc.torch.distributed import broadcast_parameters
 from dgc.torch.join import join
 from dgc.torch.optimizer import DistributedOptimizer
+from dgc.torch.rank_state import RankState
 
 DGCMomentumOptimizer = DGCMomentum  # Paddle's name
 
@@ -42,8 +42,6 @@ __all__ = [
     "fuse_step",
     "is_fused_optimizer",
     "join",
-    "load_checkpoint",
-    "save_checkpoint",
 ]
 __all__ += errors.__all__
 __all__ += paddle.__all__

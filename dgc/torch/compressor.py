@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from dgc.adapter.checks import (
     checked_tensors,
@@ -143,20 +144,14 @@ class DGCCompressor(HorovodCompressor):
             if optimizer is not None:
                 announce_owner(optimizer, front_end.own)
 
-    def average(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Make the parameters equal on all ranks, and the state of ``optimizer`` if it is given. Collective."""
-        if isinstance(self.engine, StepAheadEngine):
-            self.engine.average(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, with tensors instead of arrays, because ``torch.load`` accepts these by default."""
-        state: dict[str, Any] = tree_map_only(np.ndarray, torch.from_numpy, super().state_dict())
+    def state_dict(self, own: bool = False) -> dict[str, Any]:
+        """Return the state, with tensors instead of arrays, because ``torch.load`` accepts these by default."""
+        state: dict[str, Any] = tree_map_only(np.ndarray, torch.from_numpy, super().state_dict(own))
         return state
 
-    def _require_states(self, state: object, resize: bool) -> list[Any]:
-        given = super()._require_states(state, resize)
-        states: list[Any] = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().numpy(), given)
-        return states
+    @override
+    def fitting_state(self, state: Any) -> Mapping[str, Any]:
+        return super().fitting_state(tree_map_only(torch.Tensor, lambda t: t.detach().cpu().numpy(), state))
 
     def _read_loss_scale(self, value: object) -> LossScale:
         """Accept a number, a function, or an object with ``get_scale()`` (a GradScaler)."""

@@ -20,7 +20,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -29,10 +28,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from dgc.adapter.agreement import agree_or_raise
 from dgc.adapter.compressor import check_compression
 from dgc.adapter.job import errors_on_all_ranks
-from dgc.errors import ConfigError
-from dgc.torch.checkpoint import gathered_states, load_for_trainer, load_gathered, save_for_trainer
+from dgc.core.collectives import gather_values
+from dgc.errors import ConfigError, LayoutError
 from dgc.torch.compressor import DGCCompressor, named_pairs
 from dgc.torch.ddp_front_end import DDPFrontEnd
 from dgc.torch.distributed import DistributedJob
@@ -43,6 +43,8 @@ from dgc.torch.untraced import untraced, weakly
 if TYPE_CHECKING:
     import lightning
     import transformers
+
+_FILE = "compression.pt"  # the compressor's state in a checkpoint of Hugging Face's Trainer
 
 __all__ = ["CompressionState", "compression_hook", "lightning_callback", "register", "trainer_callback"]
 
@@ -181,22 +183,18 @@ class CompressionState(Joinable):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every rank's residuals, momentum and step, for a checkpoint that rank 0 writes. Collective.
+        """Call ``compression.average(optimizer)`` and return ``compression.state_dict()``. Collective, between steps.
 
-        Call it between steps. On rank 0 it takes memory for the states of all ranks, mostly 8 bytes for each parameter
-        and rank; on the others it is empty. With step-ahead error feedback, it first makes model and optimizer equal on
-        all ranks, in place, and is small.
+        With step-ahead error feedback this changes the model and the optimizer in place, so that the ranks are equal.
 
         Raises:
             LayoutError: it was called within a step, or after a step that failed.
         """
         self.compression.average(self._optimizer)
-        return gathered_states(self.compression)
+        return self.compression.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned on rank 0; call it on all ranks.
-
-        If the number of ranks has changed, residuals and momentum are distributed so that their mean stays the same.
+        """Continue from a result of :meth:`state_dict`, on any number of ranks. Call it on all ranks. {} resets.
 
         Raises:
             LayoutError: the state belongs to another model or op, or is damaged. No rank's state is changed.
@@ -204,7 +202,7 @@ class CompressionState(Joinable):
         Warns:
             RuntimeWarning: a single process exchanges nothing, so it drops the gradients that the ranks had not sent.
         """
-        load_gathered(self.compression, state_dict)
+        self.compression.load_state_dict(state_dict)
 
     # -- Join ------------------------------------------------------------------------------------------------------
 
@@ -329,10 +327,11 @@ def _require_same_size() -> None:
 
 
 def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor) -> "transformers.TrainerCallback":
-    """Return a callback for ``trainer.add_callback`` that compresses gradients, and saves the state of every rank.
+    """Return a callback for ``trainer.add_callback`` that compresses gradients, and saves the compressor's state.
 
-    The state is saved in each checkpoint's folder. A resumed training loads it from ``args.resume_from_checkpoint`` if
-    that is a folder, else from the folder in ``args.output_dir`` for the checkpoint's step.
+    The state is saved in each checkpoint's folder, as ``compression.pt``. A resumed training loads it from
+    ``args.resume_from_checkpoint`` if that is a folder, else from the folder in ``args.output_dir`` for the
+    checkpoint's step.
 
     Args:
         trainer: the Trainer of Hugging Face's transformers. Its model must be wrapped in DDP, not FSDP or DeepSpeed.
@@ -349,24 +348,25 @@ def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor
             if state.global_step:
                 given = args.resume_from_checkpoint
                 folder = given if given and os.path.isdir(given) else _folder(args, state)
-                load_for_trainer(Path(folder), compression)
+                _load_if_there(os.path.join(folder, _FILE), compression)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if control.should_save or control.should_evaluate:  # an evaluation may save the best model
+            # An evaluation may save the best model. With classic error feedback the model is equal on all ranks.
+            if compression.config.steps_ahead and (control.should_save or control.should_evaluate):
                 compression.average(unwrapped(kwargs["optimizer"]))
 
         on_epoch_end = on_step_end
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            save_for_trainer(Path(_folder(args, state)), compression)  # on all ranks
+            compression.average(unwrapped(kwargs["optimizer"]))  # another callback may have asked for the save later
+            if args.should_save:  # on rank 0, or on one rank of each node
+                torch.save(compression.state_dict(), os.path.join(_folder(args, state), _FILE))
 
     return Compress()
 
 
 def lightning_callback(compression: DGCCompressor) -> "lightning.Callback":
     """Return a callback for ``lightning.Trainer(callbacks=[...])`` that compresses gradients and saves the state.
-
-    Checkpoints then hold the state of every rank.
 
     Args:
         compression: a compressor of ``dgc.Compression`` that is used nowhere else.
@@ -396,6 +396,26 @@ def lightning_callback(compression: DGCCompressor) -> "lightning.Callback":
             self.loaded = state_dict
 
     return Compress()
+
+
+def _load_if_there(path: str, compression: DGCCompressor) -> None:
+    """Load the compressor's state if rank 0 finds the file. Collective."""
+    state: dict[str, Any] = {}
+
+    def read() -> dict[str, Any]:
+        try:
+            state.update(torch.load(path, weights_only=True))
+        except Exception as error:  # torch raises all kinds of errors
+            raise LayoutError(f"{path} is missing or damaged: take another copy, or an earlier one") from error
+        return {}
+
+    if (engine := compression.engine) is None:
+        if os.path.exists(path):
+            read()
+            compression.load_state_dict(state)
+    elif gather_values(engine.transport, os.path.exists(path))[0]:
+        agree_or_raise(engine.transport, read, "files of the compressor's state", LayoutError)
+        compression.load_state_dict(state)
 
 
 def _folder(args: Any, state: Any) -> str:

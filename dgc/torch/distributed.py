@@ -264,7 +264,7 @@ class DistributedTransport(FrameworkTransport):
         except (RuntimeError, ValueError) as error:
             raise TransportError(
                 f"a collective of torch.distributed failed: {error}. A rank has ended, or is in another call: all "
-                "ranks must make equal numbers of steps, and call save_checkpoint(), load_checkpoint() and average(), "
+                "ranks must make equal numbers of steps, and call average() and load_state_dict(), "
                 "not only rank 0"
             ) from error.with_traceback(None)
 

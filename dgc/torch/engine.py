@@ -7,7 +7,7 @@ exchanged. A :class:`~dgc.torch.front_end.FrontEnd` says when gradients are read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
@@ -359,7 +359,7 @@ class Engine(EngineBase):
         return "sparse" if reason is None else f"dense: {reason}"
 
     @override
-    def _take_state(self, saved: dict[str, Any]) -> None:
+    def _take_state(self, saved: Mapping[str, Any]) -> None:
         self.exchange.load_state_dict(saved)
         self._clear()
         self.saved.compressor_loaded()

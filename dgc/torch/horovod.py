@@ -259,7 +259,7 @@ class Heartbeat:
                         f"rank {hvd.rank()} gives up at the beginning of a step: it has waited {self._limit:g} s for a "
                         "rank that is busy with something else (an evaluation, a checkpoint of this rank only), "
                         "stopped, or cut off. Every rank must make the same steps, the same calls to "
-                        "save_checkpoint() and the same loads, in the same order; with fewer batches it must call "
+                        "average() and the same loads, in the same order; with fewer batches it must call "
                         "dgc.torch.join(compression). "
                         f"{LIMIT_VARIABLE} is the longest wait in seconds (0: for ever)"
                     )

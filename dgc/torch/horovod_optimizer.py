@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -286,8 +286,8 @@ class HorovodCompressor(CompressorBase[Engine]):
         self._pending_error, self._compared = None, False
 
     @override
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], resize: bool = False) -> None:
-        super().load_state_dict(state, resize)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._pending_error, self._compared = None, False
 
     def _submit(self, engine: Engine, tensor: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,8 @@ _STEPPED = "stepped_with_compressor"
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
 _ADVICE = (
-    "dgc.torch.save_checkpoint() and load_checkpoint() keep both; docs/pytorch.md shows how Accelerate, Hugging "
-    "Face's Trainer, Lightning, Fabric and torch's distributed checkpoints (RankState) do"
+    "save and load compression.state_dict(), too; docs/pytorch.md shows how, also with Accelerate, Hugging Face's "
+    "Trainer, Lightning, Fabric and torch's distributed checkpoints (RankState)"
 )
 
 

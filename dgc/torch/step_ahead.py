@@ -177,13 +177,15 @@ class StepAheadEngine(StepAheadBase):
     def average(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Make the parameters, and the state of ``optimizer`` if it is given, equal on all ranks. Collective."""
         self.require_between_steps("average()", whole=True)
-        self.meet("average()")
-        if self.ahead.shared:
-            places, values = built_together(self.transport, self._values)
-            self.ahead.average(values)
-            self._write(places)
+        if not self.ahead.shared:  # there was no step
+            return
+        self.meet("average()" if optimizer is None else "average(optimizer)")
+        places, values = built_together(self.transport, self._values)
+        self.ahead.average(values)
+        self._write(places)
         if optimizer is not None:
             self._average_state(optimizer)
+            self.exchange.state.is_equal = True
 
     def _average_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace each tensor of the optimizer's state by its mean over the ranks that have it.

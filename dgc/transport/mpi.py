@@ -76,7 +76,7 @@ SUSPENDED_SECONDS = 5.0
 
 _OUT_OF_STEP = (
     ". Ranks do different things at the same time: every rank must make the same steps, the same calls to "
-    "save_checkpoint() and the same loads, in the same order. A rank that has to stop or to save (because of a signal "
+    "average() and the same loads, in the same order. A rank that has to stop or to save (because of a signal "
     "or its own metric) must tell the others first (hvd.allreduce)"
 )
 

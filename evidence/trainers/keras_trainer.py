@@ -33,7 +33,7 @@ class KerasTrainer:
         self.device = _choose_device()
         keras.utils.set_random_seed(task.application.seed)
         self._steps = task.application.steps(self.size)
-        self._epochs_made = 0
+        self._epochs_made = self._counted = 0
         self.model = task.application.make_model()
         optimizer = task.application.make_optimizer(self.model)
         self._rate = float(optimizer.learning_rate.numpy())
@@ -89,6 +89,7 @@ class KerasTrainer:
         if self._task.variant.compressor is not None:
             self._task.folder.mkdir(parents=True, exist_ok=True)
             callbacks.append(dgc.callbacks.CompressionCheckpoint(str(self._task.folder / "compressor-{epoch:03d}")))
+            self.model.optimizer.compression.on_step(self._count)
 
         def at_end(epoch: int, logs: Any) -> None:
             self._epochs_made += 1
@@ -130,11 +131,13 @@ class KerasTrainer:
         return hvd.allgather(tf.constant([value], tf.float64), name="gather").numpy()
 
     def bytes_sent(self) -> int:
-        """Bytes that this rank has handed to collectives for its gradients since it was built."""
-        compression = self.model.optimizer.compression
-        if compression is None:
+        """Bytes that this rank has handed to collectives for its gradients since it was built, without saves."""
+        if self.model.optimizer.compression is None:
             return self._epochs_made * self._steps * self._dense_bytes
-        return int(compression.stats.total.bytes_sent) if self._epochs_made else 0
+        return self._counted
+
+    def _count(self, step: dict[str, Any]) -> None:
+        self._counted += step["bytes_sent"]
 
     @property
     def _dense_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -58,6 +57,7 @@ class TorchTrainer:
             if variant.separate_decay:
                 optimizer = _with_separate_decay(optimizer)
             self.compression = getattr(dgc.Compression, variant.compressor)(**options)
+            self.compression.on_step(self._count)
             self.optimizer = dgc.DistributedOptimizer(optimizer, named, compression=self.compression)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
@@ -75,20 +75,13 @@ class TorchTrainer:
         # Rank 0 looks: on a shared disk the others might see another moment.
         if not hvd.broadcast_object(path.exists(), 0, name="exists"):
             return []
-        if self.compression is not None:
-            extra = dgc.load_checkpoint(
-                self._task.folder, model=self.model, optimizer=self.optimizer, compression=self.compression
-            )
-        else:
-            extra = self._load_dense(path)
-        set_random_states(extra["random"][self.rank])
-        return list(extra["record"])
-
-    def _load_dense(self, path: Path) -> Any:
         content = torch.load(path, map_location="cpu", weights_only=True)
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
-        return content["extra"]
+        if self.compression is not None:
+            self.compression.load_state_dict(content["compression"])
+        set_random_states(content["random"][self.rank])
+        return list(content["record"])
 
     def run(self, first: int, end_of_epoch: EndOfEpoch) -> None:
         """Train the epochs from ``first`` on."""
@@ -103,7 +96,8 @@ class TorchTrainer:
                 loss.backward()
                 self._step()
                 total += loss.detach().double().cpu()
-                self._counted += self._dense_bytes
+                if self.compression is None:
+                    self._counted += self._dense_bytes
             self._average_statistics()
             end_of_epoch(epoch, float(total) / self._steps)
 
@@ -144,20 +138,23 @@ class TorchTrainer:
         return hvd.allreduce(torch.tensor(values, dtype=torch.float64), op=hvd.Sum, name="sums").tolist()
 
     def bytes_sent(self) -> int:
-        """Bytes that this rank has handed to collectives for its gradients since it was built."""
-        return self._counted if self.compression is None else self.compression.stats.total.bytes_sent
+        """Bytes that this rank has handed to collectives for its gradients since it was built, without saves."""
+        return self._counted
+
+    def _count(self, step: dict[str, Any]) -> None:
+        self._counted += step["bytes_sent"]
 
     def save(self, record: Record) -> None:
         """Replace the run's checkpoint by the present state, whole or not at all."""
-        extra = {"record": record, "random": hvd.allgather_object(random_states(), name="random")}
-        folder = self._task.folder
+        random = hvd.allgather_object(random_states(), name="random")
         if self.compression is not None:
-            dgc.save_checkpoint(
-                folder, model=self.model, optimizer=self.optimizer, compression=self.compression, extra=extra
-            )
-        elif self.rank == 0:
-            content = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "extra": extra}
-            write_atomically(folder / CHECKPOINT, lambda file: torch.save(content, file))
+            self.compression.average(self.optimizer)
+        if self.rank == 0:
+            content = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            if self.compression is not None:
+                content["compression"] = self.compression.state_dict()
+            content |= {"record": record, "random": random}
+            write_atomically(self._task.folder / CHECKPOINT, lambda file: torch.save(content, file))
 
     def summary(self) -> dict[str, Any]:
         """Parameters, how many are sparsified, and whether all ranks ended with the same."""

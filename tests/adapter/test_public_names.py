@@ -53,7 +53,7 @@ def faces():
 ONLY = {
     # What the frameworks force; docs/tensorflow.md has the reasons.
     "torch": {"RankState", "ZeroRedundancyOptimizer", "broadcast_parameters", "ddp", "fuse_optimizer", "fuse_step"}
-    | {"is_fused_optimizer", "load_checkpoint", "save_checkpoint"},
+    | {"is_fused_optimizer"},
     "tensorflow": {"DistributedGradientTape"},
     "keras": {"callbacks", "load_model"},
 }

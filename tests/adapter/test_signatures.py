@@ -41,7 +41,8 @@ compression = dgc.Compression.topk(
     model.named_parameters(), optimizer, sparsity=[0.9, 0.99], rampup_step=9, exclude="*.bias", loss_scale=scaler
 )
 dgc.Compression.qsgd(bits=8, seed=3, min_numel=64, transport="mpi")
-dgc.save_checkpoint("here", model=model, optimizer=optimizer, compression=compression)
+compression.average(optimizer)
+compression.load_state_dict(compression.state_dict())
 state = dgc.ddp.register(DistributedDataParallel(model), optimizer, dgc.Compression.onebit(means="row", momentum=0.9))
 
 

@@ -35,7 +35,7 @@ with tf.GradientTape() as tape:
     loss = loss_function(labels, model(images))
 gradients = tape.gradient(loss, variables)
 exec(of_their_own)
-steps = optimizer.state_dict()["step"]
+steps = optimizer.compression.describe()["step"]
 first = [v.numpy() for v in model.trainable_variables]
 model = new_model()
 exec(fit.replace("loss=...", "loss='mse'"))

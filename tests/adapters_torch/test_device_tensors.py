@@ -84,7 +84,7 @@ def train(choose, monkeypatch, dtype, steps=4, algorithm="dgc", **options):
             with torch.no_grad():
                 for p in parameters.values():
                     p -= 0.1 * p.grad
-        state = engine.state_dict()
+        state = engine.state_dict(own=True)
         used = engine._tensors
         used.buckets = engine.layout.buckets
         engine.close()

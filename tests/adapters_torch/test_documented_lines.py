@@ -26,6 +26,7 @@ data = torch.randn(16, 128, generator=torch.Generator().manual_seed(hvd.rank()))
 for step in range(3):
     loss = model(data).square().mean()
     exec("optimizer.minimize" + iterate)
+    optimizer.compression.average(optimizer)
     torch.save(optimizer.state_dict(), "/dev/null")
 same = hvd.allgather(torch.cat([p.detach().flatten() for p in model.parameters()]).unsqueeze(0), name="parameters")
 report([optimizer.compression.stats.steps, torch.equal(same[0], same[1])])
@@ -81,7 +82,7 @@ def test_the_first_lines_under_torchrun_and_those_of_mixed_precision(ranks):
     assert ranks.run(script, 2, launcher="torchrun").values == [[True, 3]] * 2
 
 
-BY_HAND = """
+SAVED = """
 import torch
 import torch.distributed as dist
 from adapters_torch import torchrun_tools
@@ -89,14 +90,14 @@ from documented import shown
 from worker_tools import report
 import dgc.torch as dgc
 
-save, load = (code.replace("checkpoint.pt", PATH) for code in shown("pytorch.md", "Files of your own, with step-ahead"))
+save, load, _ = (code.replace("checkpoint.pt", PATH) for code in shown("pytorch.md", "Checkpoints"))
 torch.manual_seed(0)
 first = torch.nn.Linear(64, 64).state_dict()
 
 def begun():
     model = torch.nn.Linear(64, 64)
     model.load_state_dict(first)
-    compression = dgc.Compression.dgc(steps=6, min_numel=64)
+    compression = dgc.Compression.dgc(steps=6, min_numel=64, error_feedback=FEEDBACK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     return dict(model=model, compression=compression, optimizer=optimizer, torch=torch, dist=dist)
@@ -128,8 +129,9 @@ resumed["compression"].close()
 
 
 @pytest.mark.mpi
-def test_files_of_your_own_resume_bit_for_bit(ranks, tmp_path):
-    script = f"PATH = {str(tmp_path / 'own.pt')!r}\n{BY_HAND}"
+@pytest.mark.parametrize("feedback", ["step-ahead", "classic"])
+def test_the_lines_of_checkpoints_resume_bit_for_bit(ranks, tmp_path, feedback):
+    script = f"PATH, FEEDBACK = {str(tmp_path / 'own.pt')!r}, {feedback!r}\n{SAVED}"
     assert ranks.run(script, 2, launcher="torchrun").values == [[True, True, True]] * 2
 
 
@@ -138,8 +140,9 @@ def test_files_of_your_own_resume_bit_for_bit(ranks, tmp_path):
 def test_the_first_script_goes_on_from_its_checkpoint(tmp_path):
     pytest.importorskip("sklearn")
     (code,) = shown("start.md", "A first comparison")
-    code = code.replace('"run', f'"{tmp_path}/run')
     script = tmp_path / "train.py"
+    checkpoint = tmp_path / "checkpoint.pt"
+    code = code.replace('"checkpoint.pt"', repr(str(checkpoint)))
 
     def epochs(count):
         script.write_text(code.replace("epochs, start = 20, 0", f"epochs, start = {count}, 0"))
@@ -147,8 +150,7 @@ def test_the_first_script_goes_on_from_its_checkpoint(tmp_path):
         return dict(re.findall(r"epoch +(\d+): (.*)", output))
 
     unbroken = epochs(3)
-    for path in (tmp_path / "run").iterdir():
-        path.unlink()
+    checkpoint.unlink()
     assert sorted(unbroken) == ["1", "2", "3"]
     assert sorted(epochs(2)) == ["1", "2"]
     assert epochs(3) == {"3": unbroken["3"]}
@@ -165,7 +167,7 @@ def test_one_cell_of_the_notebook_trains_on_two_ranks(tmp_path, monkeypatch, cap
     exec(code.replace("epochs, start = 20, 0", "epochs, start = 2, 0"), {})
     written = capsys.readouterr().out
     assert "epoch  2: accuracy" in written, written
-    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    assert (tmp_path / "checkpoint.pt").exists()
 
 
 def test_the_line_that_declares_an_optimizer():

@@ -143,7 +143,6 @@ def test_all_ranks_fall_back_together_with_one_warning(ranks, name):
 # -- a rank that does not come: the heartbeat ----------------------------------------------------------------------
 
 SAVES_ALONE = """
-import sys, tempfile
 import horovod.torch as hvd, torch
 import dgc.torch as dgc
 from worker_tools import report
@@ -156,7 +155,7 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 try:
     for step in range(6):
         if step == 4 and hvd.rank() == 1:
-            dgc.save_checkpoint(tempfile.mkdtemp(), model=model, optimizer=optimizer, compression=compression)
+            compression.average(optimizer)
         optimizer.zero_grad()
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()

@@ -85,7 +85,7 @@ def assert_frozen(model, optimizer, compression):
     """A frozen layer and what the compressor holds of it do not move by a bit; replicas are identical."""
 
     def seen():
-        entries = compression.state_dict()["parameters"].items()
+        entries = compression.state_dict(own=True)["parameters"].items()
         held = [a for (_, entry), used in zip(entries, ours, strict=True) if used for a in entry.values()]
         return digest([torch.as_tensor(a) for a in held]), digest(layer.parameters())
 

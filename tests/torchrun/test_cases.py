@@ -6,8 +6,7 @@ from launch_tools import case_names
 from rank_jobs import TORCHRUN, each_case
 
 HERE = Path(__file__).parent
-ADAPTERS = HERE.parent / "adapters_torch"
-WORKERS = ADAPTERS / "workers"
+WORKERS = HERE.parent / "adapters_torch" / "workers"
 
 test_transport = each_case(
     HERE / "workers" / "transport_cases.py",
@@ -25,5 +24,5 @@ test_failed_steps = each_case(WORKERS / "failed_steps_cases.py", TORCHRUN)
 test_hidden_options = each_case(WORKERS / "hidden_options_cases.py", TORCHRUN)
 test_dense = each_case(WORKERS / "dense_cases.py", TORCHRUN)
 test_zero = each_case(WORKERS / "zero_cases.py", TORCHRUN)
-test_saved_states = each_case(ADAPTERS / "checkpoint" / "workers" / "saved_states_cases.py", TORCHRUN)
+test_saved_states = each_case(WORKERS / "saved_states_cases.py", TORCHRUN)
 test_step_ahead = each_case(WORKERS / "step_ahead_cases.py", TORCHRUN)

@@ -172,7 +172,7 @@ class Topk(_Selection):
         return self._write(x, _beyond(threshold, x, sum(self.max_counts(spec))), out, spec)
 
     def finish(self, spec: BucketSpec, thresholds: np.ndarray, *, refused: bool) -> None:
-        """Write the next step's threshold into ``thresholds``, which a checkpoint contains."""
+        """Write the next step's threshold into ``thresholds``."""
         if self.options.threshold == "tensor" or refused or not self._samples:
             return
         if self._next is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,7 +24,7 @@ from dgc.core.exchange.step import AS_BUILT, Hyper, Step, StepOptions, Submissio
 from dgc.core.kernels.base import Kernels
 from dgc.core.layout import Layout
 from dgc.core.message import Flags, RemoteFailure
-from dgc.core.saved import require_place
+from dgc.core.saved import on_ranks, require_op, require_sound
 from dgc.core.state import State
 from dgc.errors import ConfigError, DGCError, LayoutError, RemoteError
 
@@ -112,6 +112,7 @@ class Exchange:
             self.latest.announce(refused)
             scale = 1.0
         step = self._make_step(options, scale)
+        self.state.is_equal = self.transport.size == 1
         with self.latest.lock:
             self._pipeline.start(step)
         return step
@@ -365,22 +366,28 @@ class Exchange:
                 "momentum and residuals, and save then"
             )
 
+    def average(self) -> None:
+        """Make the state equal on all ranks: see :meth:`dgc.core.state.State.average`. Collective, between steps."""
+        self.require_whole("average()")
+        self.stats.total.count_collective(self.state.average(self.transport, self.schedule.begin))
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state as plain containers of NumPy arrays."""
         self.require_whole("state_dict()")
-        return {**self.state.to_dict(), **self.transport.rank_info(), "op": self.config.op}
+        return {**self.state.to_dict(), "size": self.transport.size, "op": self.config.op}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned on the same rank, in a job of the same size.
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load a state that :meth:`state_dict` returned, after :meth:`average` also in a job of another size.
 
         All ranks must load at the same time. An unfinished step is abandoned.
 
         Raises:
-            LayoutError: it belongs to another layout, rank, number of ranks or op. The present state is not changed.
+            LayoutError: it belongs to another layout or op. The present state is not changed.
         """
         self.abandon()
-        require_place(saved, op=self.config.op, **self.transport.rank_info())
-        self.state.load(saved)
+        require_sound(saved)
+        require_op(saved, self.config.op)
+        self.state.load(on_ranks(saved, self.transport.size))
         self.latest.recover()
         self.joined = {}
 

@@ -21,15 +21,13 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from typing_extensions import override
 
-from dgc.adapter.agreement import built_together
-from dgc.core.collectives import Transport, gather_values
-from dgc.core.saved import old_ranks_of, own_arrays
-from dgc.errors import StallError, TransportError
+from dgc.core.collectives import gather_values
+from dgc.core.saved import own_arrays
+from dgc.errors import ConfigError, StallError, TransportError
 from dgc.torch.compressor import DGCCompressor
 from dgc.torch.horovod import HOROVOD
 from dgc.torch.optimizer import DistributedOptimizer, unwrap
-from dgc.torch.packing import broadcast_packed, gather_packed, packed, unpacked
-from dgc.transport.local import local_world
+from dgc.torch.packing import broadcast_packed, packed, unpacked
 
 State = dict[str, Any]
 
@@ -37,8 +35,7 @@ State = dict[str, Any]
 class TorchState(hvd.elastic.TorchState):
     """``hvd.elastic.TorchState`` of a model, its plain optimizer, a compressor and the script's own values.
 
-    The residuals of a rank that leaves are lost, and rank 0 warns. Other residuals are redistributed as with
-    ``load_state_dict(states, resize=True)``.
+    The residuals of a rank that leaves are lost, and rank 0 warns. The ranks go on with the mean of the others'.
 
     Attributes:
         compression: the compressor; None outside of the decorated function.
@@ -75,12 +72,12 @@ class TorchState(hvd.elastic.TorchState):
             DistributedOptimizer(self.optimizer, named, compression=self.compression, **self._wrapping)
         finally:
             HOROVOD.elastic = False
-        compression, engine = self.compression, self.compression.engine
-        if not compression.takes_part:
-            return
-        transport = local_world(1)[0] if engine is None else engine.transport
-        if states := _exchanged(self._committed, transport, compression.config.rampup_begin_step):
-            compression.load_state_dict(states, resize=True)
+        engine = self.compression.engine
+        if engine is not None and engine.between is not engine.transport:
+            raise ConfigError("an elastic job exchanges between ranks: leave out hierarchical=... of the compressor")
+        found = self._committed if engine is None else _means(self._committed, self.compression)
+        if found is not None and self.compression.takes_part:
+            self.compression.load_state_dict(found)
 
     def end(self) -> None:
         """Make the optimizer a plain one again."""
@@ -111,11 +108,13 @@ class TorchState(hvd.elastic.TorchState):
     @override
     def save(self) -> None:
         """Commit. With step-ahead error feedback, model and optimizer become equal on all ranks before; collective."""
-        if self.compression is not None:
+        if self.compression is not None and self.compression.config.steps_ahead:
             self.compression.average(self.optimizer)
         super().save()
         if self.compression is not None:  # one process keeps no residuals, and must drop those committed earlier
-            self._committed = None if self.compression.engine is None else self.compression.state_dict()
+            self._committed, engine = None, self.compression.engine
+            if engine is not None:
+                self._committed = {**self.compression.state_dict(own=True), "size": engine.transport.size}
 
 
 @contextlib.contextmanager
@@ -172,60 +171,34 @@ def _lost_ranks_told() -> Iterator[None]:
         raise HorovodInternalError(str(error)) from error
 
 
-def _exchanged(own: State | None, transport: Transport, rampup_begin_step: int) -> list[Any]:
-    """Return the old ranks' states, with zeros for ranks that left. ``load_state_dict(resize=True)`` takes them.
+def _means(own: State | None, compression: DGCCompressor) -> State | None:
+    """Return the means of the committed residuals and momentum; None if rank 0 has committed nothing. Collective.
 
-    Collective. Entries that this rank does not need are None. A rank whose last committed step differs from rank 0's
-    counts as one that left. The list is empty if rank 0 has committed nothing.
+    A rank that left counts as one without residuals. So does a rank whose last committed step differs from rank 0's.
     """
-    rank, size = transport.rank, transport.size
-    places = gather_values(transport, own and [own["step"], own["size"], own["rank"]])
-    if places[0] is None:
-        return []
-    step, old_size, _ = places[0]
-    holders = {place[2]: r for r, place in enumerate(places) if place and place[:2] == [step, old_size]}
-    _warn_of_lost([r for r in range(old_size) if r not in holders], old_size, step, rank)
-
-    def sources(receiver: int) -> set[int]:
-        """Return the ranks that send their states to ``receiver``.
-
-        If ``receiver`` would have no state at all, rank 0 sends its state as a template.
-        """
-        found = {holders[r] for r in old_ranks_of(receiver, old_size, size) if r in holders}
-        return found - {receiver} if receiver in holders.values() else found or {0}
-
-    states: list[Any] = [None] * old_size
-    nothing, sends = np.empty(0, np.uint8), any(rank in sources(receiver) for receiver in range(size))
-    own_bytes = built_together(transport, lambda: packed(own, "the compressor's state") if sends else nothing)
-    for receiver in range(size):
-        if needed := sources(receiver):
-            for content in gather_packed(transport, own_bytes if rank in needed else nothing, receiver):
-                if content.size:
-                    state = unpacked(content)
-                    states[state["rank"]] = state
-    if holders.get(r := own["rank"] if own else -1) == rank:
-        states[r] = own
-    model = next(state for state in states if state is not None)
-    shared = step <= rampup_begin_step
-    for r in {0, *old_ranks_of(rank, old_size, size)}:
-        if states[r] is None:
-            states[r] = _without_residuals(model, r, shared)
-    return states
-
-
-def _warn_of_lost(lost: list[int], old_size: int, step: int, rank: int) -> None:
-    if lost and rank == 0:
+    assert compression.engine is not None
+    transport = compression.engine.transport
+    coded = [name for name, entry in own["parameters"].items() if "error" in entry] if own else []
+    ranks = gather_values(transport, own and [own["step"], own["size"], own.get("noise"), coded])
+    if ranks[0] is None:
+        return None
+    step, old_size, noise, _ = ranks[0]
+    holders = [each is not None and each[:2] == [step, old_size] for each in ranks]
+    if sum(holders) < old_size and transport.rank == 0:
         warnings.warn(
-            f"{len(lost)} of {old_size} ranks left (ranks {', '.join(map(str, lost))}), and with them what they "
-            f"had not sent until step {step}",
+            f"{old_size - sum(holders)} of {old_size} ranks left, and with them what they had not sent until step "
+            f"{step}",
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _without_residuals(state: State, rank: int, shared: bool) -> State:
-    parameters = {}
+    state = {**compression.state_dict(), "step": step, "size": old_size, **({} if noise is None else {"noise": noise})}
     for name, entry in state["parameters"].items():
-        own = own_arrays(entry, shared)
-        parameters[name] = {k: np.zeros(np.shape(a), np.asarray(a).dtype) if k in own else a for k, a in entry.items()}
-    return {**state, "rank": rank, "parameters": parameters}
+        if any(each is not None and name in each[3] for each in ranks):
+            entry["error"] = np.zeros(len(entry["u"]), np.float32)
+        differ = own_arrays(entry, is_shared=step <= compression.config.rampup_begin_step)
+        mine = own["parameters"][name] if own is not None and holders[transport.rank] else {}
+        for key in sorted({"u", "v", "error"} & set(entry)):
+            total = np.array(mine.get(key, entry[key]))
+            transport.allreduce(total, "sum")
+            entry[key] = total / total.dtype.type(old_size if key in differ else sum(holders))
+    return state

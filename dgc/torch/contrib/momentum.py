@@ -165,47 +165,38 @@ class DGCMomentum(torch.optim.SGD):
         super().add_param_group({**group, **decay})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's state. It differs between ranks: save one per rank and never broadcast it.
+        """Return copies of the state. Call ``compression.average(self)`` on all ranks before, and save one rank's.
 
         Returns:
             Torch's ``"state"`` (empty) and ``"param_groups"``; and ``"compression"``, which holds u (the momentum
             buffers), v (the residuals) and the step.
+
+        Raises:
+            LayoutError: the state may differ between ranks.
         """
         return {**super().state_dict(), "compression": self.compression.state_dict()}
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], resize: bool = False
-    ) -> None:
-        """Continue from a saved state. Call it on all ranks.
-
-        Args:
-            state_dict: the result of :meth:`state_dict` on this rank; with ``resize=True`` a list of all old ranks'
-                states.
-            resize: redistribute the state of N old ranks to this job's M ranks, so that the mean residual is kept.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a result of :meth:`state_dict`, of a job of any size. Call it on all ranks.
 
         Raises:
-            StateError: (an AssertionError and a ValueError) the state belongs to another model, rank or number of
-                ranks.
+            StateError: (an AssertionError and a ValueError) the state belongs to another model, or the ranks' states
+                differ.
             RuntimeError: a buffer is neither a tensor nor an array.
         """
-        states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
         engine = self.compression.engine
         assert engine is not None
 
         def look() -> dict[str, Any]:
-            if not states:
-                raise StateError("load_state_dict got an empty list; give it the states of all old ranks")
-            for state in states:
-                require_keys(state, ("state", "param_groups", "compression"))
-                self._require_fitting(state)
-            return self._described(states[0]["param_groups"])
+            require_keys(state_dict, ("state", "param_groups", "compression"))
+            self._require_fitting(state_dict)
+            return self._described(state_dict["param_groups"])
 
         engine.abandon()  # an unfinished step would use the transport
-        agree_or_raise(engine.transport, look, "states", LayoutError, "Load a state on every rank, each its own.")
-        own = [state["compression"] for state in states]
+        agree_or_raise(engine.transport, look, "states", LayoutError, "Load the same state on every rank.")
         with as_state_error():
-            self.compression.load_state_dict(own[0] if isinstance(state_dict, Mapping) else own, resize)
-        super().load_state_dict({key: value for key, value in states[0].items() if key != "compression"})
+            self.compression.load_state_dict(state_dict["compression"])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "compression"})
         self._read_l1()  # a loaded group brings its own
         if engine.transport.size == 1 and self.compression.residual_norm > 0:
             warn_of_kept_residuals()

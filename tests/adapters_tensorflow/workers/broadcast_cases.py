@@ -30,7 +30,7 @@ def weights_that_only_the_root_loads_leave_nothing_of_the_abandoned_run():
         engine = model.optimizer.compression.engine
         v = engine.residual_norm()
         assert v > 0
-    before = {n: e["v"].copy() for n, e in engine.state_dict()["parameters"].items() if "v" in e}
+    before = {n: e["v"].copy() for n, e in engine.state_dict(own=True)["parameters"].items() if "v" in e}
     if hvd.rank() == 0:
         model.set_weights(start)
     seen = []

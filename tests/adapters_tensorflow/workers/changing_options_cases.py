@@ -30,6 +30,7 @@ def nothing_is_lost_at_a_learning_rate_of_0():
     inner = keras.optimizers.SGD(0.05, momentum=0.9)
     model = m.eager(inner, compression)
     m.fit(model, 5)
+    compression.average(model.optimizer)
     before, kept = m.values(model), compression.state_dict()["parameters"]
     inner.learning_rate = 0.0
     m.fit(model, 2)

@@ -59,7 +59,7 @@ def both_agree(name, options, steps, **sgd):
         for n in SHAPES:
             np.testing.assert_array_equal(a[n], b[n], f"{name} {step} {n}")
     m.assert_replicas(list(tensorflows[-1].values()))
-    states = one.state_dict()["parameters"], other.state_dict()["parameters"]
+    states = [each.state_dict(own=True)["parameters"] for each in (one, other)]
     for n in SHAPES:
         for key, array in states[0][n].items():
             np.testing.assert_array_equal(array, states[1][n][key], f"{name} {n} {key}")

@@ -101,6 +101,7 @@ def a_state_saved_in_the_middle_continues_bit_for_bit():
 
         first, library = m.compressor(way, model, inner, **m.SPARSE)
         steps(first, library, 0, 9)
+        first.average(inner)
         saved, weights = first.state_dict(), m.values(model)
         steps(first, library, 9, 15)
         wanted = m.values(model)

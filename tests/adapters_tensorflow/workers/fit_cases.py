@@ -51,7 +51,7 @@ def a_checkpoint_added_in_a_second_fit_and_one_every_few_steps():
     m.fit(model, 8)
     often = dgck.callbacks.CompressionCheckpoint(folder / "often", save_freq=4)
     m.fit(model, 8, first=8, callbacks=[often])
-    state = load_state(folder / f"often.rank{hvd.rank()}.npz")
+    state = load_state(folder / "often.npz")
     assert state["step"] == 16
 
 

@@ -67,7 +67,7 @@ def replicas_are_identical_at_sparsity_099():
             assert compression.residual_norm > 0
             train(batches(gap), start=40)
         dgc.join(compression)
-        assert compression.state_dict()["step"] == 3 * batches(gap, MOST)
+        assert compression.describe()["step"] == 3 * batches(gap, MOST)
 
 
 @case

@@ -1,6 +1,7 @@
 """All ranks but one exchange gradients; that one trains alone."""
 
 import functools
+from unittest.mock import patch
 
 import horovod.tensorflow as hvd
 import models as m
@@ -69,6 +70,26 @@ def a_rank_outside_fits_again_with_the_members_wrapper():
         for i, value in enumerate(m.values(model) if hvd.rank() != 1 else []):
             first = hvd.broadcast(tf.constant(value), 0, process_set=members, name=f"again {place} {i}")
             np.testing.assert_array_equal(first, value)
+    hvd.allreduce(tf.zeros(1), name="barrier")
+
+
+@case
+def a_checkpoint_of_a_process_set_without_rank_0_resumes_bit_for_bit():
+    members, folder = hvd.add_process_set([1, 2]), m.shared_folder()
+
+    def made():
+        return m.compile_model(dgc.Compression.dgc(**m.SPARSE), learning_rate=0.05, process_set=members)
+
+    model, again = made(), made()
+    m.fit(model, 3, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "dgc")])
+    again.set_weights(model.get_weights())
+    again.optimizer.iterations.assign(3)
+    m.fit(model, 3, first=3)
+    with patch("cloudpickle.load", side_effect=AssertionError("a pickle was read")):
+        m.fit(again, 3, first=3, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "dgc")])
+    if hvd.rank() > 0:
+        for a, b in zip(m.values(again), m.values(model), strict=True):
+            np.testing.assert_array_equal(a, b)
     hvd.allreduce(tf.zeros(1), name="barrier")
 
 

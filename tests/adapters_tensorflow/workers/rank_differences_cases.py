@@ -1,5 +1,6 @@
 """Ranks that mean different things, or train different models: an error on all of them."""
 
+import copy
 import functools
 import re
 
@@ -131,13 +132,18 @@ def a_layer_that_only_one_rank_freezes():
 
 
 @case
-def a_state_that_only_one_rank_can_load():
-    model = m.make_model()
-    compression = dgc.Compression.dgc(momentum=0.0)
+def a_state_that_differs_or_that_only_one_rank_can_load():
+    model, inner = m.make_model(), keras.optimizers.SGD(0.1)
+    compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSE)
     m.tape_step(model, compression)
-    state = compression.state_dict()
-    damaged = {**state, "size": 4} if hvd.rank() else state
-    m.assert_raises(lambda: compression.load_state_dict(damaged), "resize=True")
+    compression.average(inner)
+    state, norm = compression.state_dict(), compression.residual_norm
+    other = copy.deepcopy(state)
+    next(iter(other["parameters"].values()))["v"] += LAST
+    damaged = {**state, "op": "sum"} if LAST else state
+    for given, told in ((other, "states differ between ranks: 'checksum'"), (damaged, "was saved with op=sum")):
+        m.assert_raises(lambda: compression.load_state_dict(given), told)  # noqa: B023
+        assert compression.residual_norm == norm > 0
 
 
 @case

@@ -185,7 +185,7 @@ def a_second_fit_averages_the_momentum_as_well():
 def a_restored_compressor_leaves_the_learning_rate_alone():
     model = made("adamw")
     m.fit(model, 3)
-    model.optimizer.compression.average()
+    model.optimizer.compression.average(model.optimizer)
     state = model.optimizer.compression.state_dict()
     model.optimizer.learning_rate = 1e-5
     model.optimizer.compression.load_state_dict(state)
@@ -328,6 +328,7 @@ def a_state_of_classic_error_feedback_is_refused():
     classic, model = made(options={"sparsity": 0.95, "min_numel": 64}), made()
     for each in (classic, model):
         m.fit(each, 2)
+    classic.optimizer.compression.average(classic.optimizer)
     state = classic.optimizer.compression.state_dict()
     m.assert_raises(lambda: model.optimizer.compression.load_state_dict(state))
 

@@ -4,6 +4,7 @@ import copy
 
 import horovod.torch as hvd
 import torch
+from adapters_torch.workers.tensors import through_file
 from models import (
     assert_replicas_identical,
     broadcast,
@@ -11,7 +12,6 @@ from models import (
     make_model,
     on_every_rank,
     sgd,
-    shared_folder,
     train,
     wrap,
 )
@@ -82,12 +82,13 @@ def after_loading_a_checkpoint_on_all_ranks_it_changes_nothing(way):
     straight, resumed = make_model(), make_model(seed=4)
     optimizer, compression = wrap(way, straight, sgd(straight, weight_decay=0.01), sparsity=0.9)
     train(optimizer, straight, 4)
-    folder = shared_folder("broadcast")
-    dgc.save_checkpoint(folder, model=straight, optimizer=optimizer, compression=compression)
+    compression.average(optimizer)
+    saved = through_file([each.state_dict() for each in (straight, optimizer, compression)])
     train(optimizer, straight, 4, start=4)
     compression.close()
     optimizer, compression = wrap(way, resumed, sgd(resumed, weight_decay=0.01), sparsity=0.9)
-    dgc.load_checkpoint(folder, model=resumed, optimizer=optimizer, compression=compression)
+    for each, state in zip((resumed, optimizer, compression), saved, strict=True):
+        each.load_state_dict(state)
     broadcast(resumed, optimizer)
     train(optimizer, resumed, 4, start=4)
     assert torch.equal(flat(resumed), flat(straight))
@@ -101,10 +102,10 @@ def residuals_stay_each_ranks_own(way):
     assert compression.engine.exchange.state.step == 0
     optimizer.zero_grad()
     train(optimizer, model, 3)
-    before, norm = compression.state_dict(), compression.residual_norm
+    before, norm = compression.state_dict(own=True), compression.residual_norm
     assert len(set(hvd.allgather_object(norm, name="norms"))) == hvd.size(), "residuals differ between ranks"
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    after = compression.state_dict()
+    after = compression.state_dict(own=True)
     assert compression.residual_norm == norm
     for name, entry in before["parameters"].items():
         for key, value in entry.items():

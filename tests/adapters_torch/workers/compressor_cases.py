@@ -2,6 +2,7 @@
 
 import horovod.torch as hvd
 import torch
+from adapters_torch.workers.tensors import through_file
 from documented import documented_compressor, own_names
 from models import assert_replicas_identical, flat, loss_of, make_model, raises, sgd, train
 from worker_tools import case
@@ -53,20 +54,22 @@ def check(name):
         adopted = 0.5 if name == "dgc" else 0.0
         assert max(compression.engine.adoption.hyper.momentum) == adopted, "only dgc adopts momentum unless asked"
         finals.append(flat(model))
-        saved = compression.state_dict()
+        saved = compression.state_dict(own=True)
         assert set(saved["parameters"]) == {n for n, p in model.named_parameters() if p.requires_grad}
     assert torch.equal(*finals), f"{name}: the ways differ"
     # Again, with a checkpoint in the middle.
     model, optimizer, compression, _ = run(name, "b", steps=STEPS // 2)
+    compression.average(optimizer)
     second = make_model(width=32)
     inner = sgd(second, momentum=0.5)
     continued, fresh = wrapped(name, "b", second, inner)
     second.load_state_dict(model.state_dict())
-    dense_state = optimizer.state_dict()
+    dense_state = through_file(optimizer.state_dict())
     continued.load_state_dict(dense_state)
     fresh.load_state_dict(compression.state_dict())
-    train(continued, second, STEPS - STEPS // 2, start=STEPS // 2)
-    assert torch.equal(flat(second), finals[1]), f"{name}: the resumed run differs"
+    for each, net in ((optimizer, model), (continued, second)):
+        train(each, net, STEPS - STEPS // 2, start=STEPS // 2)
+    assert torch.equal(flat(second), flat(model)), f"{name}: the resumed run differs"
 
 
 for _name in own_names():

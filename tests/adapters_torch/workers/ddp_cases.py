@@ -181,7 +181,7 @@ def the_optimizer_may_be_bound_later():
     reference = dense(make_model())
     train(*reference)
     assert_close(model, reference[0])
-    assert set(compression.state_dict()["parameters"]) == {n for n, _ in model.module.named_parameters()}
+    assert set(compression.state_dict(own=True)["parameters"]) == {n for n, _ in model.module.named_parameters()}
     assert compression.describe()["transport"] == "torch.distributed"
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert not optimizer.state_dict()["state"]
@@ -369,6 +369,7 @@ def states_of_the_hook_and_of_dgcs_optimizer_go_on_in_each_other(to_hook):
     straight, module, saved = Strided(), Strided(), None
     _, optimizer, state = with_optimizer(straight)
     unused_by_one_rank(straight, optimizer)
+    state.compression.average(optimizer)
     unused_by_one_rank(straight, optimizer)
     state.compression.close()
     for make in (with_optimizer, with_hook) if to_hook else (with_hook, with_optimizer):
@@ -379,6 +380,7 @@ def states_of_the_hook_and_of_dgcs_optimizer_go_on_in_each_other(to_hook):
             saved["parameters"] = {own[name]: entry for name, entry in saved["parameters"].items()}
             state.compression.load_state_dict(saved)
         unused_by_one_rank(model, optimizer)
+        state.compression.average(optimizer)
         saved = state.compression.state_dict()
         saved["parameters"] = {names[name]: entry for name, entry in saved["parameters"].items()}
         state.compression.close()

@@ -32,7 +32,7 @@ state = elastic.TorchState(model, optimizer, dgc.Compression.dgc(sparsity=0.99),
 
 def residuals():
     """What all ranks have not sent, added up over ranks and entries."""
-    own = state.compression.state_dict()["parameters"].values()
+    own = state.compression.state_dict(own=True)["parameters"].values()
     return sum(hvd.allgather_object(float(sum(entry["v"].sum() for entry in own if "v" in entry))))
 
 

@@ -20,6 +20,7 @@ def a_state_that_is_refused_between_backward_and_step_ends_the_step(way):
     model = make_model()
     optimizer, compression = wrap(way, model, sgd(model), sparsity=0.9)
     train(optimizer, model, 2)
+    compression.average(optimizer)
     good, before = compression.state_dict(), flat(model)
     bad = {**good, "parameters": {"other": next(iter(good["parameters"].values()))}}
     backward(optimizer, model, 2)

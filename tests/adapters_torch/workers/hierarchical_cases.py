@@ -1,6 +1,5 @@
 """Ranks that send as one: on 4 ranks, in groups of 2 neighbours."""
 
-import copy
 import functools
 
 import horovod.torch as hvd
@@ -13,7 +12,6 @@ from models import (
     make_model,
     raises,
     sgd,
-    shared_folder,
     train,
     worst_difference,
     wrap,
@@ -78,37 +76,26 @@ def groups_of_one_batch_each_are_ranks():
 
 
 @case
-def a_checkpoint_goes_on_bit_for_bit_and_other_ranks_refuse_it():
-    directory = shared_folder("nodes")
-    straight, resumed = make_model(), make_model()
-    made = {}
-    for name, model in (("straight", straight), ("resumed", resumed)):
-        inner = sgd(model)
-        made[name] = wrap("b", model, inner, hierarchical=2, **SPARSE)
-        train(made[name][0], model, 5)
-    dgc.save_checkpoint(directory, model=resumed, optimizer=made["resumed"][0], compression=made["resumed"][1])
-    train(made["straight"][0], straight, 5, start=5)
-    for options, error in (
-        ({"hierarchical": 2}, None),
-        ({}, "each of 2 nodes had"),
-        ({"hierarchical": 4}, "each of 2 nodes had"),
-    ):
-        model = make_model(seed=3)
-        inner = sgd(model)
-        optimizer, compression = wrap("b", model, inner, **options, **SPARSE)
-
-        def load(model=model, optimizer=optimizer, compression=compression):
-            dgc.load_checkpoint(directory, model=model, optimizer=optimizer, compression=compression)
-
-        if error is not None:
-            before = copy.deepcopy(model.state_dict())
-            raises(LayoutError, error, load)
-            assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
-            continue
-        load()
+def a_state_goes_on_bit_for_bit_and_with_other_groups_from_the_same_means():
+    straight, ends = make_model(), {}
+    optimizer, compression = wrap("b", straight, sgd(straight), hierarchical=2, **SPARSE)
+    train(optimizer, straight, 5)
+    compression.average(optimizer)
+    saved = hvd.allgather_object([each.state_dict() for each in (straight, optimizer, compression)])[0]
+    train(optimizer, straight, 5, start=5)
+    for groups in (2, 1, 4):
+        model, options = make_model(seed=3), {} if groups == 1 else {"hierarchical": groups}
+        optimizer, compression = wrap("b", model, sgd(model), **options, **SPARSE)
+        for each, state in zip((model, optimizer, compression), saved, strict=True):
+            each.load_state_dict(state)
+        for name, entry in compression.state_dict()["parameters"].items():
+            for key in {"u", "v"} & set(entry):
+                assert torch.equal(entry[key], saved[2]["parameters"][name][key]), (groups, name, key)
         train(optimizer, model, 5, start=5)
-        for a, b in zip(straight.parameters(), model.parameters(), strict=True):
-            assert torch.equal(a, b)
+        assert_replicas_identical(model, f"groups of {groups}")
+        ends[groups] = model
+    for a, b in zip(straight.parameters(), ends[2].parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 @case

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from worker_tools import launch_rank
 
 
@@ -52,6 +53,11 @@ def loss_of(model, step, *arguments, rank=None):
 
 def bits(tensors) -> torch.Tensor:
     return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+
+
+def as_bytes(saved):
+    """A state with bytes in the place of tensors: states are equal if all bits are."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().contiguous().numpy().tobytes(), saved)
 
 
 def assert_replicas_identical(parameters) -> None:

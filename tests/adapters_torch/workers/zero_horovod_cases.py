@@ -156,7 +156,7 @@ def with_dgc_it_equals_the_unsharded_run():
             optimizer, compression = wrap(way, model, inner, sparsity=0.95, rampup_begin_step=2)
             scheduler = schedule(optimizer, max_lr=0.2, total_steps=12)
             train(optimizer, model, 10, after=lambda step: scheduler.step())  # noqa: B023
-            states.append(compression.state_dict()["parameters"])
+            states.append(compression.state_dict(own=True)["parameters"])
             compression.close()
         assert_bits_equal(models[1].parameters(), models[0].parameters())
         assert_replicas_identical(models[1].parameters())

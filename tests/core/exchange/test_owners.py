@@ -20,7 +20,6 @@ from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.layout import make_layout
 from dgc.core.message import Flags, Incoming
-from dgc.core.saved import resized
 from dgc.core.state import BucketState
 from dgc.core.stripes import owners_of
 from dgc.errors import DGCError, LayoutError, WireError
@@ -60,10 +59,15 @@ def given(step, rank, value=None):
 
 def residuals(exchange):
     """By name: what the rank has not sent of its own (v, or a small tensor's error), and w; in float64."""
-    entries = exchange.state.to_dict()["parameters"]
-    none = {n: np.zeros(np.prod(shape)) for n, shape in SHAPES.items()}
-    own = {n: e.get("v", e.get("error", none[n])).astype(float) for n, e in entries.items()}
-    return {n: (own[n], e.get("w", none[n]).astype(float)) for n, e in entries.items()}
+    found = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        bucket, segment = exchange.layout.places[i]
+        state = exchange.state.buckets[bucket]
+        own, w = exchange.kernels.memory.to_host(exchange.state.residual(i)), np.zeros(np.prod(shape))
+        values, places = state.owned(segment)
+        w[places] = values
+        found[name] = (own if own.size else exchange.state.error(i)).astype(float), w
+    return found
 
 
 def train(ranks=RANKS, steps=4, poisoned=None, **options):
@@ -357,49 +361,33 @@ def test_a_loaded_run_goes_on_bit_for_bit():
             return [run_step(exchange, given(s, transport.rank))[1] for s in range(first, stop)]
 
         straight, half, fresh = (make(transport, momentum=0.9, values="int2") for _ in range(3))
-        expected = steps(straight, 0, 6)[3:]
-        steps(half, 0, 3)
+        for each in (straight, half):
+            steps(each, 0, 3)
+            each.average()
+        expected = steps(straight, 3, 6)
         fresh.load_state_dict(half.state_dict())
         same_results(expected, steps(fresh, 3, 6))
 
     run_ranks(RANKS, rank)
 
 
-@pytest.mark.parametrize("sizes", [(RANKS, 3, 16, 5), (4, 2, 3)], ids=str)
-def test_another_number_of_ranks_keeps_the_mean_of_what_was_not_sent(monkeypatch, sizes):
-    monkeypatch.setattr(owners, "SUMS_PER_ENTRY", 0.5)  # with more, 4 ranks gather
-    rows = train(sizes[0])
-    states = [row[3].state.to_dict() for row in rows]
-    assert any(row[2]["a"][1].any() for row in rows)
-    expected = {n: sum(v + w for v, w in (row[2][n] for row in rows)) / sizes[0] for n in SHAPES}
-    for size in sizes[1:]:
-        states = [resized(states, rank, size, 0) for rank in range(size)]
+def test_a_saved_state_holds_w_with_v_and_an_average_keeps_the_mean():
+    def one_rank(exchange, rank):
+        for step in range(4):
+            run_step(exchange, given(step, rank))
+        before, saved = residuals(exchange), exchange.state_dict()["parameters"]
+        exchange.average()
+        return before, saved, exchange.state_dict()["parameters"]
 
-        def load(exchange, rank, states=states):
-            exchange.state.load(states[rank])
-            return residuals(exchange), exchange.state.to_dict()
-
-        loaded = on_owners(load, size)
-        for name in SHAPES:
-            mean = sum(v + w for v, w in (row[0][name] for row in loaded)) / size
-            np.testing.assert_allclose(mean, expected[name], atol=1e-6)
-        states = [row[1] for row in loaded]
-
-
-def test_a_job_that_gathers_takes_w_as_its_own():
-    rows = train()
-    state = rows[0][3].state.to_dict()
-
-    def load(exchange, rank):
-        exchange.state.load(state)
-        return exchange.state.to_dict()["parameters"]
-
-    loaded = on_owners(load, 2, exchange="gather")[0]
+    rows = on_owners(one_rank)
+    assert any(before["a"][1].any() for before, *_ in rows)
     for name in SHAPES:
-        saved = state["parameters"][name]
-        key = "v" if "v" in saved else "error"
-        np.testing.assert_array_equal(loaded[name][key], saved[key] + saved["w"])
-        assert "w" not in loaded[name]
+        key = "v" if "v" in rows[0][1][name] else "error"
+        for before, saved, after in rows:
+            np.testing.assert_allclose(saved[name][key], sum(before[name]), atol=1e-6)
+            np.testing.assert_array_equal(after[name][key], rows[0][2][name][key])
+        mean = sum(sum(before[name]) for before, *_ in rows) / RANKS
+        np.testing.assert_allclose(rows[0][2][name][key], mean, atol=1e-6)
 
 
 @WHEREVER
@@ -537,6 +525,7 @@ def test_a_loaded_job_selects_the_same_sums():
 
         exchange, other = made(), made()
         steps(exchange, range(12))
+        exchange.average()
         other.load_state_dict(exchange.state_dict())
         pairs = list(zip(steps(exchange, range(12, 24)), steps(other, range(12, 24)), strict=True))
         exchange.close()

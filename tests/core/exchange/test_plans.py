@@ -73,6 +73,7 @@ def test_replicas_are_equal_and_a_loaded_run_goes_on_bit_for_bit(way):
     def train(exchange, rank):
         first = [step(exchange, rank, number) for number in range(3)]
         other = make_exchange(exchange.transport, SHAPES, **{**OPTIONS, "momentum": 0.9, "values": "int2"})
+        exchange.average()
         other.load_state_dict(exchange.state_dict())
         straight, resumed = ([step(each, rank, number) for number in range(3, 6)] for each in (exchange, other))
         same_results(straight, resumed)

@@ -30,7 +30,7 @@ from dgc.contrib.paddle import (
 )
 from dgc.core.checks import plain
 from dgc.core.collectives import Transport
-from dgc.core.saved import is_empty, require_states
+from dgc.core.saved import is_empty, require_state
 from dgc.errors import ConfigError
 from dgc.tensorflow.adoption import Adoption
 from dgc.tensorflow.compressor import DGCCompressor
@@ -152,12 +152,15 @@ class PaddleOptimizer:
         self.apply_gradients(zip(gradients, variables, strict=True))  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's state. It differs between ranks: save one per rank and never broadcast it.
+        """Return copies of the state. Call ``compression.average(self)`` on all ranks before, and save one rank's.
 
         Returns:
             ``"parameters"``: by variable name ``"u"`` (the momentum buffer) and, if compressed, ``"v"`` (the residual),
-            1-D; empty before the first step. ``"step"``, ``"rank"``, ``"size"``, ``"iterations"``. ``"learning_rate"``
-            unless it is a schedule.
+            1-D; empty before the first step. ``"step"``, ``"size"``, ``"iterations"``. ``"learning_rate"`` unless it is
+            a schedule.
+
+        Raises:
+            LayoutError: the state may differ between ranks.
         """
         state = self.compression.state_dict()
         state["iterations"] = int(tf.convert_to_tensor(self.iterations))
@@ -165,27 +168,22 @@ class PaddleOptimizer:
             state["learning_rate"] = float(tf.convert_to_tensor(self.learning_rate))
         return state
 
-    def load_state_dict(self, state: Any, resize: bool = False) -> None:
-        """Continue from a saved state. Call it on all ranks.
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a result of :meth:`state_dict`, of a job of any size. Call it on all ranks.
 
         Before the first step, the compressor keeps its part of the state and loads it in that step. A state from before
         the first step, or an empty dict, clears momentum and residuals.
 
-        Args:
-            state: the result of :meth:`state_dict` on this rank; with ``resize=True`` a list of all old ranks' states.
-            resize: redistribute the state of N old ranks to this job's M ranks, so that the mean residual is kept.
-
         Raises:
-            StateError: (an AssertionError and a ValueError) the state belongs to another model, rank or number of
-                ranks.
+            StateError: (an AssertionError and a ValueError) the state belongs to another model, or the ranks' states
+                differ.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
-        bare = [{k: v for k, v in s.items() if k not in _PLACE} for s in states]
-        self.compression.load_state_dict(bare[0] if isinstance(state, Mapping) else bare, resize)
-        if "iterations" in states[0]:
-            self.iterations.assign(int(states[0]["iterations"]))
-        if "learning_rate" in states[0] and isinstance(self.compression.options.learning_rate, float):
-            self.learning_rate = states[0]["learning_rate"]
+        bare = {k: v for k, v in state.items() if k not in _PLACE} if isinstance(state, Mapping) else state
+        self.compression.load_state_dict(bare)
+        if "iterations" in state:
+            self.iterations.assign(int(state["iterations"]))
+        if "learning_rate" in state and isinstance(self.compression.options.learning_rate, float):
+            self.learning_rate = state["learning_rate"]
 
     set_dict = load_state_dict  # Paddle's name
 
@@ -281,17 +279,17 @@ class MomentumCompressor(DGCCompressor):
         return Engine(variables, config, transport, self.adoption, 1.0, names=names)
 
     @override
-    def fitting_state(self, state: Any, resize: bool = False) -> dict[str, Any]:
+    def fitting_state(self, state: Any) -> Mapping[str, Any]:
         with as_state_error():
-            states = require_states(state, resize)
-            for each in [] if self.engine is None or is_empty(states[0]) else states:
-                require_keys(each, ("parameters", "step", "rank", "size", "format"))
-            return super().fitting_state(state, resize)
+            require_state(state)
+            if self.engine is not None and not is_empty(state):
+                require_keys(state, ("parameters", "step", "size", "format"))
+            return super().fitting_state(state)
 
     @override
-    def load_state_dict(self, state: Any, resize: bool = False) -> None:
+    def load_state_dict(self, state: Any) -> None:
         with as_state_error():
-            super().load_state_dict(state, resize)
+            super().load_state_dict(state)
 
 
 if _IS_LEGACY:

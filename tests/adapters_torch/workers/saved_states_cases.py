@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from adapters_torch.torchrun_tools import assert_identical, digest, gathered, loss_of, make_model, on_every_rank
+from adapters_torch.workers.tensors import as_bytes
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from worker_tools import SkipCase, case, close_later
@@ -55,11 +56,11 @@ class Hook:
         return self
 
     def saved(self):
-        """What a file would hold of the model, the optimizer, and this rank's compressor."""
-        self.compression.average(self.optimizer)  # with step-ahead error feedback
+        """The file of rank 0, which holds the states of model, optimizer and compressor."""
+        self.compression.average(self.optimizer)
         buffer = io.BytesIO()
-        torch.save((self.model.state_dict(), self.optimizer.state_dict(), self.compression.state_dict()), buffer)
-        return buffer.getvalue()
+        torch.save([each.state_dict() for each in (self.model, self.optimizer, self.compression)], buffer)
+        return gathered(buffer.getvalue())[0]
 
 
 class Optimizer(Hook):
@@ -113,46 +114,37 @@ def a_run_goes_on_bit_for_bit_in_whatever_order_its_states_are_loaded():
         straight.compression.close()
 
 
-def in_a_directory(job, folder, save):
-    objects = {"model": job.model, "optimizer": job.optimizer, "compression": job.compression}
-    if save:
-        dgc.save_checkpoint(folder, **objects, extra=job.steps)
-    else:
-        job.steps = dgc.load_checkpoint(folder, **objects)
+def shared_folder():
+    return gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
 
 
-def in_torchs_distributed_checkpoint(job, folder, save):
+def save_and_load(job, folder, save, **more):
+    """Torch's distributed checkpoint of model, optimizer and what else is given."""
     job.optimizer.zero_grad()  # without gradients torch lets the optimizer step, at rate 0, to make its state
-    if save:
-        job.compression.average(job.optimizer)
-    steps = job.compression.stats.steps
     weights, options = get_state_dict(job.model, job.optimizer)
-    # With step-ahead error feedback, all ranks exchange this step, in which nothing changes.
-    assert job.compression.stats.steps == steps or job.compression.config.steps_ahead
-    content = {"model": weights, "optimizer": options, "compression": dgc.RankState(job.compression)}
+    content = {"model": weights, "optimizer": options, **more}
     if save:
-        dcp.save(content, checkpoint_id=folder)
-    else:
-        dcp.load(content, checkpoint_id=folder)
-        set_state_dict(job.model, job.optimizer, model_state_dict=weights, optim_state_dict=options)
-        job.steps = 5
+        return dcp.save(content, checkpoint_id=folder)
+    dcp.load(content, checkpoint_id=folder)
+    set_state_dict(job.model, job.optimizer, model_state_dict=weights, optim_state_dict=options)
+    return None
 
 
 @case
-def a_run_goes_on_bit_for_bit_from_a_checkpoint_of_the_whole_job():
-    for front_end, make, way in itertools.product(
-        FRONT_ENDS, (sgd, adam), (in_a_directory, in_torchs_distributed_checkpoint)
-    ):
-        folder = gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
-        straight, resumed = front_end(make).bind().train(5), front_end(make, seed=1)
-        way(straight, folder, save=True)
+def a_run_goes_on_bit_for_bit_from_a_distributed_checkpoint():
+    for front_end, make in itertools.product(FRONT_ENDS, (sgd, adam)):
+        folder = shared_folder()
+        straight, resumed = front_end(make).bind().train(5), front_end(make, seed=1).bind()
+        straight.compression.average(straight.optimizer)
+        steps = straight.compression.stats.steps
+        save_and_load(straight, folder, save=True, compression=dgc.RankState(straight.compression, straight.optimizer))
+        # With step-ahead error feedback, all ranks exchange torch's step, in which nothing changes.
+        assert straight.compression.stats.steps == steps or straight.compression.config.steps_ahead
         straight.train(5)
-        if way is in_a_directory:
-            on_every_rank(dgc.ConfigError, "wrap the optimizer first", lambda: way(resumed, folder, save=False))  # noqa: B023
-        resumed.bind()
-        way(resumed, folder, save=False)
+        save_and_load(resumed, folder, save=False, compression=dgc.RankState(resumed.compression, resumed.optimizer))
+        resumed.steps = 5
         assert not told(resumed, 5)
-        assert digest(resumed.model) == digest(straight.model), (front_end, make, way)
+        assert digest(resumed.model) == digest(straight.model), (front_end, make)
         straight.compression.close()
         resumed.compression.close()
         dist.barrier()
@@ -229,28 +221,16 @@ def a_dense_run_that_goes_on_from_a_compressed_one_lacks_nothing():
         again.compression.close()
 
 
-def without_the_compressors(job, folder, save):
-    """Torch's distributed checkpoint of a script that has left ``RankState`` out."""
-    job.optimizer.zero_grad()
-    weights, options = get_state_dict(job.model, job.optimizer)
-    content = {"model": weights, "optimizer": options}
-    if save:
-        return dcp.save(content, checkpoint_id=folder)
-    dcp.load(content, checkpoint_id=folder)
-    set_state_dict(job.model, job.optimizer, model_state_dict=weights, optim_state_dict=options)
-    return None
-
-
 @case
 def a_distributed_checkpoint_without_the_compressors_state_is_told_once():
     """Of a run with a compressor; and a dense one, to which a run with a compressor goes back."""
     for front_end, dense, steps in itertools.product(FRONT_ENDS, (False, True), (0, 4)):
-        folder = gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
+        folder = shared_folder()
         first = Hook() if dense else front_end().bind()
-        without_the_compressors(first.train(3), folder, save=True)
+        save_and_load(first.train(3), folder, save=True)
         first.compression.close()
         again = (Hook if dense else front_end)().bind().train(steps)
-        without_the_compressors(again, folder, save=False)
+        save_and_load(again, folder, save=False)
         said = told(again)
         assert len(said) == (dist.get_rank() == 0), (said, front_end, dense, steps)
         assert all("momentum begins at 0" in text and "RankState" in text for text in said), said
@@ -261,118 +241,86 @@ def a_distributed_checkpoint_without_the_compressors_state_is_told_once():
 
 
 @case
-def the_hooks_state_holds_every_ranks():
-    """What rank 0 saves: bit for bit on as many ranks; shared out, with the same mean, on others."""
-    job = Hook().bind().train(5)
-    saved = gathered(job.state.state_dict())
-    assert [len(each["ranks"]) for each in saved] == [dist.get_world_size()] + [0] * (dist.get_world_size() - 1)
-    own = job.compression.state_dict()
-    for ranks, more in ((saved[0]["ranks"], 0), ([*saved[0]["ranks"], saved[0]["ranks"][0]], 1)):
-        states = [loaded(state.numpy().tobytes()) for state in ranks]
-        states = [{**state, "rank": rank, "size": len(states)} for rank, state in enumerate(states)]
-        other = Hook(seed=3).bind()
-        if more:
-            own_alone = lambda: other.compression.load_state_dict(states[dist.get_rank()])  # noqa: B023, E731
-            on_every_rank(dgc.LayoutError, "resize=True", own_alone)
-        other.state.load_state_dict({"ranks": [as_bytes(state) for state in states]})
-        mine = other.compression.state_dict()
-        assert mine["step"] == own["step"] == 5
-        for name, entry in own["parameters"].items():
-            if "v" not in entry:
-                continue
-            now = [state["parameters"][name]["v"] for state in gathered(mine)]
-            before = [state["parameters"][name]["v"] for state in states]
-            torch.testing.assert_close(sum(now) / len(now), sum(before) / len(before))
-            assert more or torch.equal(mine["parameters"][name]["v"], entry["v"])
-        other.compression.close()
-
-    foreign = {"ranks": [as_bytes({**state, "rank": 7}) for state in states[:2]]}
-    cut = {"ranks": [state[: -20 if dist.get_rank() else None] for state in saved[0]["ranks"]]}
-    for wrong, text in ((foreign, "rank"), (cut, "damaged"), ({"ranks": 3}, "damaged")):
-        on_every_rank(dgc.DGCError, text, lambda: job.state.load_state_dict(wrong))  # noqa: B023
-    one = saved[0] if dist.get_rank() == 0 else {}
-    on_every_rank(dgc.LayoutError, "file that rank 0 has written", lambda: job.state.load_state_dict(one))
-    same = job.compression.state_dict()
-    assert all(torch.equal(same["parameters"][n]["u"], e["u"]) for n, e in own["parameters"].items())
+def the_hooks_state_is_the_same_on_all_ranks_and_an_empty_one_resets():
+    job, other = Hook().bind().train(5), Hook(seed=3).bind()
+    saved = job.state.state_dict()
+    assert all(each == as_bytes(saved) for each in gathered(as_bytes(saved)))
+    other.state.load_state_dict(saved)
+    assert as_bytes(other.compression.state_dict()) == as_bytes(saved)
+    own = as_bytes(job.train(1).compression.state_dict(own=True))
+    for mine in ({**saved, "step": 5 + dist.get_rank()}, {} if dist.get_rank() else saved):
+        on_every_rank(dgc.LayoutError, "states differ between ranks", lambda: job.state.load_state_dict(mine))  # noqa: B023
+        assert as_bytes(job.compression.state_dict(own=True)) == own
+    job.state.load_state_dict({})
+    assert job.compression.residual_norm == 0
     job.compression.close()
+    other.compression.close()
 
 
 class Trainers:
-    """Checkpoints of Hugging Face's Trainer at step 5, in a folder that all ranks share."""
+    """Checkpoints of Hugging Face's Trainer at step 5, in a folder that all ranks share, or in one of each rank."""
 
-    def __init__(self):
+    def __init__(self, shared):
         if importlib.util.find_spec("transformers") is None:
             raise SkipCase("transformers is not installed")
-        self.folder = Path(gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0])
-        self.checkpoint = self.folder / "checkpoint-5"
-        self.arguments = SimpleNamespace(resume_from_checkpoint=None, output_dir=self.folder)
+        self.folder, rank = Path(shared_folder()), dist.get_rank()
+        output = self.folder / f"node-{0 if shared else rank}"
+        self.file = output / "checkpoint-5" / "compression.pt"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.arguments = SimpleNamespace(
+            resume_from_checkpoint=None, output_dir=output, should_save=rank == 0 or not shared
+        )
 
     def begin(self, step, seed=0):
-        """A job at a step, and what the Trainer calls to save."""
-        job, progress = Hook(seed=seed), SimpleNamespace(global_step=step)
-        callback = trainer_callback(SimpleNamespace(model_wrapped=job.model), job.compression)
-        callback.on_train_begin(self.arguments, progress, None, optimizer=job.optimizer)
-        return job, lambda: callback.on_save(self.arguments, SimpleNamespace(global_step=5), None)
+        job = Hook(seed=seed)
+        self.callback = trainer_callback(SimpleNamespace(model_wrapped=job.model), job.compression)
+        progress = SimpleNamespace(global_step=step)
+        self.callback.on_train_begin(self.arguments, progress, None, optimizer=job.optimizer)
+        return job
+
+    def save(self, job):
+        """What the Trainer calls after a step; returns what is loaded later."""
+        control = SimpleNamespace(should_save=True, should_evaluate=False)
+        self.callback.on_step_end(self.arguments, None, control, optimizer=job.optimizer)
+        self.callback.on_save(self.arguments, SimpleNamespace(global_step=5), control, optimizer=job.optimizer)
+        state = as_bytes(job.compression.state_dict())
+        job.compression.close()
+        dist.barrier()
+        return state
 
     def close(self):
         dist.barrier()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@case
-def a_rank_needs_its_own_file_alone_of_a_trainers_checkpoint():
-    """As with folders that are each node's own."""
-    trainers, rank = close_later(Trainers()), dist.get_rank()
-    job, save = trainers.begin(0)
-    job.train(5)
-    save()
-    before = job.compression.state_dict()
+@case(shared=(True, False))
+def a_trainers_checkpoint_is_one_file_for_the_ranks_that_share_its_folder(shared):
+    trainers = close_later(Trainers(shared))
+    before = trainers.save(trainers.begin(0).train(5))
+    assert len([*trainers.folder.glob("*/*/*")]) == (1 if shared else dist.get_world_size())
+    job = trainers.begin(5, seed=3)
+    assert as_bytes(job.compression.state_dict()) == before
     job.compression.close()
-    names = {path.name for path in trainers.checkpoint.iterdir()}
-    (own,) = (name for name in names if f"-{rank:05d}-of-" in name)
-    assert len(names) == 1 + dist.get_world_size()
-    trainers.arguments.output_dir = trainers.folder / f"node-{rank}"
-    (trainers.arguments.output_dir / "checkpoint-5").mkdir(parents=True)
-    for name in (own, "compression.pt")[: 2 - bool(rank)]:
-        shutil.copy(trainers.checkpoint / name, trainers.arguments.output_dir / "checkpoint-5")
-    job, _ = trainers.begin(5, seed=3)
-    assert torch.equal(as_bytes(job.compression.state_dict()), as_bytes(before))
-    job.compression.close()
+
+
+@case(damage=("cut off on rank 0", "missing on rank 1"))
+def a_trainers_file_that_one_rank_cannot_read_is_an_error_on_all(damage):
+    trainers = close_later(Trainers(shared=False))
+    trainers.save(trainers.begin(0).train(5))
+    what, rank = damage.split(" on rank ")
+    if dist.get_rank() == int(rank):
+        trainers.file.unlink()
+        if what == "cut off":
+            trainers.file.write_bytes(b"cut off")
+    on_every_rank(Exception, "", lambda: trainers.begin(5, seed=3))
 
 
 @case
-def a_trainers_checkpoint_and_save_checkpoint_share_a_folder():
-    trainers = close_later(Trainers())
-    job, save = trainers.begin(0)
-    everything = {"model": job.model, "optimizer": job.optimizer, "compression": job.compression}
-    job.train(3)
-    save()
-    dgc.save_checkpoint(trainers.checkpoint, **everything)
-    save()
-    before = job.compression.state_dict()
-    job.train(2)
-    dgc.load_checkpoint(trainers.checkpoint, **everything)
-    assert torch.equal(as_bytes(job.compression.state_dict()), as_bytes(before))
-    job.compression.close()
-    job, _ = trainers.begin(5, seed=3)
-    assert torch.equal(as_bytes(job.compression.state_dict()), as_bytes(before))
-    job.compression.close()
-
-
-@case
-def a_trainers_checkpoint_that_rank_0_cannot_read_is_refused():
-    trainers = close_later(Trainers())
-    job, save = trainers.begin(0)
-    job.train(3)
-    save()
-    job.compression.close()
+def a_trainers_file_that_rank_0_does_not_find_is_loaded_by_none():
+    trainers = close_later(Trainers(shared=False))
+    trainers.save(trainers.begin(0).train(5))
     if dist.get_rank() == 0:
-        (trainers.checkpoint / "compression.pt").write_bytes(b"cut off")
-    dist.barrier()
-    on_every_rank(dgc.DGCError, "compression.pt is empty, damaged or cut off", lambda: trainers.begin(5, seed=3))
-
-
-def as_bytes(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        trainers.file.unlink()
+    job = trainers.begin(5, seed=3)
+    assert job.compression.describe()["step"] == 0
+    job.compression.close()

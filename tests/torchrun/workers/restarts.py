@@ -21,40 +21,55 @@ def build():
     optimizer = dgc.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), compression=compression
     )
-    return {"model": model, "optimizer": optimizer, "compression": compression}
+    return model, optimizer, compression
 
 
 def step_once(job, step):
+    """Every other step ends with an average; returns whether this one did."""
+    model, optimizer, compression = job
     x = torch.randn(16, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
-    job["optimizer"].zero_grad()
-    nn.functional.cross_entropy(job["model"](x), x[:, :5].argmax(1)).backward()
-    job["optimizer"].step()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+    optimizer.step()
+    if step % 2:
+        compression.average(optimizer)
+    return step % 2
+
+
+def save(job, path, steps):
+    if dist.get_rank() == 0:
+        torch.save([steps, *(each.state_dict() for each in job)], path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+    report({"saved": steps, "residual": mean_residual(job)})
+
+
+def load(job, path):
+    steps, *states = torch.load(path, weights_only=True)
+    for each, state in zip(job, states, strict=True):
+        each.load_state_dict(state)
+    report({"loaded": steps, "residual": mean_residual(job)})
+    return steps
 
 
 def mean_residual(job):
     """What is still to be applied to one layer."""
-    own = job["compression"].state_dict()["parameters"]["0.weight"]["v"].double()
+    own = job[2].state_dict(own=True)["parameters"]["0.weight"]["v"].double()
     dist.all_reduce(own)
     return (own / dist.get_world_size()).tolist()
 
 
 def digest(job):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in job["model"].parameters())).hexdigest()
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in job[0].parameters())).hexdigest()
 
 
 def main():
     folder, steps, dies_after = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo")
-    died = folder / f"died-{dist.get_world_size()}"
-    job, start = build(), 0
-    if (folder / "checkpoint.pt").exists():
-        start = dgc.load_checkpoint(folder, **job, resize=True)
-        report({"loaded": start, "residual": mean_residual(job)})
-    for step in range(start, steps):
-        step_once(job, step)
-        if step % 2:
-            dgc.save_checkpoint(folder, **job, extra=step + 1)
-            report({"saved": step + 1, "residual": mean_residual(job)})
+    died, path = folder / f"died-{dist.get_world_size()}", folder / "checkpoint.pt"
+    job = build()
+    for step in range(load(job, path) if path.exists() else 0, steps):
+        if step_once(job, step):
+            save(job, path, step + 1)
         if step == dies_after and dist.get_rank() == dist.get_world_size() - 1 and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from launch_tools import run_mpi
 
-WORKER = Path(__file__).parent / "workers" / "elastic.py"
+WORKER = Path(__file__).parent / "workers" / "restarts.py"
 
 
 def run(ranks, folder, steps, dies_after=-1, restarts=0):
@@ -23,7 +23,7 @@ def require_end(result, well):
 @pytest.mark.mpi
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again_and_other_numbers_of_ranks_go_on_with_all_residuals(tmp_path):
+def test_a_killed_rank_is_started_again_and_other_numbers_of_ranks_go_on_with_the_mean_residual(tmp_path):
     results = [run(2, tmp_path, 9, dies_after=6, restarts=3), run(3, tmp_path, 14, dies_after=10), run(2, tmp_path, 13)]
     for result, well in zip(results, (True, False, True), strict=True):
         require_end(result, well)
