@@ -401,6 +401,13 @@ def test_step_ahead_on_more_than_two_ranks():
     ahead, dense = (" and ".join(f"{loss:.3f}" for loss in both[word]) for word in ("ahead", "dense"))
     said = f"50 %, {many['ahead']['fewer']:.0f} times fewer bytes, {lost} (threads, two seeds: {ahead}, dense {dense})"
     assert said in page
+    rows = rows_of("step-ahead-gpt-32-ranks")
+    dense, half, fifth = (
+        " and ".join(f"{row['loss']:.3f}" for row in rows if row["setting"] == word)
+        for word in ("dense", "ahead", "ahead=0.2")
+    )
+    assert f"32 ranks of two sequences each ended with 50 % at {half} (dense {dense})" in page
+    assert f"32 ranks at {half} with 50 %, and {fifth} with 20 % (dense {dense}" in decisions
     dense, one, other = (f"{many[word]['loss']:.3f}" for word in ("dense", "longer,ahead", "ahead=0.1"))
     assert f"(dense {dense}) ended at {one} with the longer ones and at {other} as they were" in decisions
     assert f"**With 0.1 %** four ranks end {float(behind[4]['ahead,density=0.001']):.0f} % behind" in page
