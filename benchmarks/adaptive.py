@@ -280,6 +280,52 @@ def _cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def _photographs() -> tuple[Batches, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Pieces of 32 x 32 pixels of scikit-learn's two photographs, with noise; their right quarters are held out."""
+    from sklearn.datasets import load_sample_images
+
+    photographs = torch.tensor(np.stack(load_sample_images().images)).permute(0, 3, 1, 2).float() / 255
+
+    def pieces(columns: range, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        which = torch.randint(2, (count,), generator=generator).tolist()
+        rows = torch.randint(photographs.shape[2] - 32, (count,), generator=generator).tolist()
+        begins = torch.randint(columns.start, columns.stop - 32, (count,), generator=generator).tolist()
+        clean = torch.stack(
+            [photographs[i, :, a : a + 32, b : b + 32] for i, a, b in zip(which, rows, begins, strict=True)]
+        )
+        return clean + 0.25 * torch.randn(clean.shape, generator=generator), clean
+
+    noisy, clean = pieces(range(480, 640), 512, torch.Generator().manual_seed(5))
+    return functools.partial(pieces, range(480), 8), list(zip(noisy.split(64), clean.split(64), strict=True))
+
+
+class UNet(nn.Module):
+    """Removes noise: convolutions at three sizes of the image, each beside what they found on the way down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(before: int, after: int) -> nn.Module:
+            return nn.Sequential(
+                nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.Conv2d(after, after, 3, padding=1), nn.ReLU()
+            )
+
+        self.first, self.second, self.bottom = block(3, 24), block(24, 48), block(48, 96)
+        self.up, self.upper = nn.ConvTranspose2d(96, 48, 2, stride=2), nn.ConvTranspose2d(48, 24, 2, stride=2)
+        self.third, self.last, self.colours = block(96, 48), block(48, 24), nn.Conv2d(24, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        second = self.second(functional.max_pool2d(first, 2))
+        third = self.third(torch.cat([second, self.up(self.bottom(functional.max_pool2d(second, 2)))], 1))
+        return x + self.colours(self.last(torch.cat([first, self.upper(third)], 1)))
+
+
+def _percent_of_variance(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean square of the error, in per cent of the noise's."""
+    return 100 * functional.mse_loss(found, wanted) / 0.25**2
+
+
 class Lstm(nn.Module):
     """Reads text byte by byte."""
 
@@ -296,6 +342,7 @@ _NESTEROV = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
 
 TASKS = {
     "cnn": Task(_cnn, _digits, functional.cross_entropy, torch.optim.SGD, {"lr": 0.1, **_NESTEROV}, None, cosine),
+    "unet": Task(UNet, _photographs, _percent_of_variance, torch.optim.SGD, {"lr": 0.01, **_NESTEROV}, 10.0, cosine),
     "lstm": Task(
         Lstm,
         functools.partial(_text, 64, 16),

@@ -452,3 +452,18 @@ def test_step_ahead_with_sgd():
         means = [statistics.fmean(row["loss"] for row in rows if row["setting"] == word) for word in words]
         assert text.format(*means) in page
         assert {round(row["fewer"], -1) for row in rows if row["setting"] == words[0]} == {170}
+    rows = rows_of("step-ahead-unet")
+    short, long = ([row for row in rows if row["steps"] == steps] for steps in (500, 2000))
+    words = ("ahead,density=0.01", "steps", "dense")
+    means = [statistics.fmean(row["loss"] for row in short if row["setting"] == word) for word in words]
+    text = "a U-Net that removes noise at {:.2f}, with `steps=` at {:.2f} and dense at {:.2f} (means of three seeds)"
+    assert text.format(*means) in page
+    assert {round(row["fewer"], -1) for row in short if row["setting"] == words[0]} == {170}
+    found = {row["setting"]: row for row in long}
+    ahead, classic = found["ahead,density=0.001"], found["steps"]
+    text = (
+        f"after 2,000 steps the U-Net ended at {ahead['loss']:.2f} with 0.1 % of the entries ({ahead['fewer']:.0f} "
+        f"times fewer bytes), with `steps=` at {classic['loss']:.2f} ({classic['fewer']:.0f} times) and dense at "
+        f"{found['dense']['loss']:.2f} (one seed)"
+    )
+    assert text in page
