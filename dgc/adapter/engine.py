@@ -214,6 +214,11 @@ class EngineBase(abc.ABC):
         return "dense"
 
     @property
+    def is_equal(self) -> bool:
+        """Whether all that a checkpoint holds is known to be the same on all ranks: see :meth:`average`."""
+        return self._exchange is None or self._exchange.state.is_equal
+
+    @property
     def is_open(self) -> bool:
         """Whether it was not closed."""
         return not self._is_closed
@@ -230,9 +235,8 @@ class EngineBase(abc.ABC):
 
         Before the first step, and with ``hierarchical``, nothing is compared.
         """
-        exchange = self._exchange
-        if exchange is not None and not exchange.state.is_equal and self.between.inside is None:
-            exchange.meet(call)
+        if self._exchange is not None and not self.is_equal and self.between.inside is None:
+            self._exchange.meet(call)
 
     def require_between_steps(self, what: str, *, whole: bool = False) -> None:
         """Refuse, in the middle of a step, a call that uses the transport or reads the state."""
@@ -249,7 +253,7 @@ class EngineBase(abc.ABC):
         exchange = self._exchange
         if optimizer is not None and exchange is not None:
             exchange.require_whole("average()")
-            if not exchange.state.is_equal:
+            if not self.is_equal:
                 self.meet("average(optimizer)")
                 exchange.average()
 
@@ -267,7 +271,7 @@ class EngineBase(abc.ABC):
         return {**state, **self._extra_state()}
 
     def _require_equal_ranks(self) -> None:
-        if self._exchange is not None and not self._exchange.state.is_equal:
+        if not self.is_equal:
             raise LayoutError(
                 "the ranks differ in what they have not sent: call compression.average(optimizer) on all ranks, and "
                 "before the next step save the states of one rank, which any number of ranks can load"

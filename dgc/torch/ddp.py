@@ -358,7 +358,8 @@ def trainer_callback(trainer: "transformers.Trainer", compression: DGCCompressor
         on_epoch_end = on_step_end
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            compression.average(unwrapped(kwargs["optimizer"]))  # another callback may have asked for the save later
+            if compression.engine is not None and not compression.engine.is_equal:
+                compression.average(unwrapped(kwargs["optimizer"]))  # a later callback may have asked for the save
             if args.should_save:  # on rank 0, or on one rank of each node
                 torch.save(compression.state_dict(), os.path.join(_folder(args, state), _FILE))
 

@@ -53,7 +53,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         self._restore = restore
         self._epoch = 0
         self._saved_at = 0
-        self._is_restored = self._is_averaged = False
+        self._is_restored = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the compressor.
@@ -78,7 +78,7 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         Warns:
             RuntimeWarning: a single process drops the residuals of several ranks.
         """
-        self._epoch, self._is_averaged = epoch, False
+        self._epoch = epoch
         if self._is_restored:
             return
         self._is_restored, self._saved_at = True, self._iterations()
@@ -119,9 +119,8 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
         engine.require_open("CompressionCheckpoint.save()")
         # Check this on this rank only: if its step has failed, the others may be in the next step.
         engine.require_between_steps("CompressionCheckpoint.save()", whole=True)
-        if not self._is_averaged:
+        if not engine.is_equal:
             self._average()
-        self._is_averaged = False
 
         def write() -> dict[str, Any]:
             if engine.transport.rank == 0:
@@ -139,7 +138,6 @@ class CompressionCheckpoint(tf.keras.callbacks.Callback):
     def _average(self) -> None:
         if self._reducer.compression is not None:
             self._reducer.compression.average(self.model.optimizer)
-            self._is_averaged = True
 
     @property
     def _is_alone(self) -> bool:
