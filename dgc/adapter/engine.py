@@ -335,7 +335,7 @@ def warn_of_dropped(state: Mapping[str, Any]) -> None:
     """Warn that a job of one process drops a state that holds residuals or momentum."""
     if state.get("parameters"):  # with step-ahead there are none
         warnings.warn(
-            "one process compresses nothing: what the ranks had not sent yet, and their momentum, are dropped",
+            "one process compresses nothing: what the ranks had not sent, and the compressor's momentum, are dropped",
             RuntimeWarning,
             stacklevel=4,
         )

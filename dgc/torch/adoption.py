@@ -208,16 +208,16 @@ class Adoption:
 
     # -- the optimizer's state -----------------------------------------------------------------------------------
 
-    def absorb(self, optimizer: torch.optim.Optimizer, *, restored: bool) -> bool:
+    def absorb(self, optimizer: torch.optim.Optimizer, *, restored: bool, kept: bool) -> None:
         """Turn the optimizer's momentum into u: SGD's buffers in any step, first moments in the step that adopts them.
 
         Call it after :meth:`read`. SGD's buffers are removed from its state. First moments stay there; the optimizer
         overwrites them. ``restored`` says that a state was loaded only into the optimizer. Then first moments are
         taken in a later step, too, and u is also set from buffers of zeros, because ``hvd.broadcast_optimizer_state``
-        makes these. Returns whether u got a value other than 0.
+        makes these. ``kept`` says that a state was loaded into the compressor, which holds SGD's u.
         """
         if not self.active or not optimizer.state:
-            return False
+            return
         found: dict[int, torch.Tensor] = {}
         for group, ours in self._groups(optimizer):
             if self._averages:
@@ -231,31 +231,38 @@ class Adoption:
                 if buffer is not None:
                     found[i] = buffer
         self.drop_empty(optimizer)
-        moves = any(bool(local(buffer).any()) for buffer in found.values())
-        if moves or restored:
+        if kept and not self._averages:
+            return
+        if restored or any(bool(local(buffer).any()) for buffer in found.values()):
             for i, buffer in found.items():
                 self._exchange.state.absorb_momentum(i, as_array(local(buffer)))
-        return moves
 
-    def moments(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-        """Return, by parameter, the ``exp_avg`` that :meth:`absorb` would turn into this rank's u.
+    def saved_momentum(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return, by parameter, the entry of the optimizer's state that :meth:`absorb` would turn into this rank's u.
 
-        A dense run may continue with it. That run divides by the mean of squares, which is small if an entry was sent
-        seldom or never. Its first step could then move the entry by any distance. ``exp_avg`` is therefore limited: see
-        :func:`_largest_mean`.
+        A dense run may continue with it. With Adam, that run divides by the mean of squares, which is small if an entry
+        was sent seldom or never. Its first step could then move the entry by any distance. ``exp_avg`` is therefore
+        limited: see :func:`_largest_mean`.
         """
-        saved: dict[torch.Tensor, torch.Tensor] = {}
-        for group, ours in self._groups(optimizer) if self._averages else ():
-            for p, i in ours if self._has_moment(ours) else ():
+        saved: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for group, ours in self._groups(optimizer) if self.active else ():
+            for p, i in ours:
                 state = optimizer.state.get(p, {})
-                if "exp_avg" in state:
-                    saved[p] = moment = torch.empty_like(state["exp_avg"])
-                    (beta1, beta2), whole = map(float, group["betas"]), self._exchange.state.whole_momentum(i)
-                    values = whole * bias_correction(beta1, _steps_of(state))
-                    local(moment).copy_(torch.from_numpy(values).view(local(moment).shape))
+                if self._averages and self._has_moment(ours) and "exp_avg" in state:
+                    beta1, beta2 = map(float, group["betas"])
+                    moment = self._momentum_like(p, i, bias_correction(beta1, _steps_of(state)))
                     if (limit := _largest_mean(state, beta1, beta2)) is not None:
                         local(moment).clamp_(-limit, limit)
+                    saved[p] = {"exp_avg": moment}
+                elif group.get("momentum") and "momentum_buffer" not in state:
+                    saved[p] = {"momentum_buffer": self._momentum_like(p, i)}
         return saved
+
+    def _momentum_like(self, p: torch.Tensor, i: int, factor: float = 1.0) -> torch.Tensor:
+        values = torch.from_numpy(self._exchange.state.whole_momentum(i) * factor)
+        moment = torch.empty_like(p, requires_grad=False)
+        local(moment).copy_(values.view(local(moment).shape))
+        return moment
 
     def drop_empty(self, optimizer: torch.optim.Optimizer) -> None:
         """Delete empty entries of the optimizer's state, because Horovod would take them for a state."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -33,17 +32,12 @@ from dgc.torch.engine import Engine
 from dgc.torch.front_end import require_free
 from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod, announce_owner
 from dgc.torch.horovod_optimizer import HorovodCompressor
-from dgc.torch.saved_state import is_of_moment, take_mark
 from dgc.torch.scaler import read_scale
 from dgc.torch.sparse_updates import obstacle_of_sgd
 from dgc.torch.step_ahead import StepAheadEngine, require_no_other
 from dgc.torch.untraced import leave_hooks_untraced
 
 _ADVICE = "model.named_parameters()"
-_DROPPED = (
-    "the optimizer's state comes from a run with a compressor, and one process compresses nothing: what the ranks "
-    "had not sent yet, and their momentum, are dropped"
-)
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
@@ -123,7 +117,6 @@ class DGCCompressor(HorovodCompressor):
             engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, scaled)
             return engine
 
-        had_state = self._pending is not None
         self._bind(process_set, open_engine)
         if self.engine is not None and self.engine.transport.rank == 0:
             for option in ("include", "exclude"):
@@ -133,11 +126,6 @@ class DGCCompressor(HorovodCompressor):
                 warn_of_thin_updates(updating_class(optimizer).__name__, self.config)
         if self.config.steps_ahead:
             return
-        if optimizer is not None and (mark := take_mark(optimizer.param_groups)) and not had_state:
-            if self.engine is not None:
-                self.engine.saved.mark = mark
-            elif self.takes_part and is_of_moment(optimizer, mark):
-                warnings.warn(_DROPPED, RuntimeWarning, stacklevel=3)
         if stock and self.engine is not None:
             leave_hooks_untraced()
             front_end = self._follow_horovod(self.engine)

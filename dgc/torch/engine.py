@@ -7,6 +7,7 @@ exchanged. A :class:`~dgc.torch.front_end.FrontEnd` says when gradients are read
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
@@ -42,6 +43,10 @@ _VELOCITY = (
 _UNWRITTEN = (
     "call optimizer.zero_grad() after each step(), or give the compressor sparse_updates=False: .grad still holds "
     "results, but not of all tensors"
+)
+_UNSENT = (
+    "a state was loaded into the optimizer, but none into the compressor: what the saved run had not sent yet is "
+    "dropped; save and load compression.state_dict(), too, as docs/pytorch.md shows"
 )
 _LOOKED_AT = 2**20  # the most elements to check, smallest tensors first: uncleared results are in these, too
 
@@ -115,7 +120,7 @@ class Engine(EngineBase):
         sparse = self.layout.sparse_numel
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, sparse, self.layout.numel - sparse)
         self.front_end = FrontEnd(self)
-        self.saved = SavedState(self.adoption, lambda: self.front_end.begin_anew())
+        self.saved = SavedState(self.adoption, self.exchange.state.residual_norm, lambda: self.front_end.begin_anew())
 
     def follow(self, front_end: FrontEnd) -> None:
         """Let a front end submit gradients and follow the optimizer's steps."""
@@ -220,7 +225,7 @@ class Engine(EngineBase):
         self._delivered = False
         self._memory.begin()
         defers = self.updates.begin(owner)
-        change = self.saved.change(self.transport, owner)
+        change = self.saved.change(self.transport)
         if owner is not None:
             with self.adoption.shown(owner):  # Horovod's optimizer exchanges within step()
                 try:
@@ -235,15 +240,14 @@ class Engine(EngineBase):
 
     def _take_over_state(self, owner: torch.optim.Optimizer, change: Change) -> None:
         """Turn loaded momentum into u, and forget what belongs to the run before the load."""
-        state, steps = self.exchange.state, self.exchange.state.step
         if change.restored:
+            state = self.exchange.state
+            step = state.step
             state.reset()
-            state.step = steps  # the schedule continues
-        absorbed = self.adoption.absorb(owner, restored=change.restored)
-        if (change.restored or change.stepped) and self.transport.rank == 0:
-            momentum = self.adoption.active and any(self.adoption.hyper.momentum)
-            warms_up = bool(self._config.rampup_begin_step) or len(self._config.sparsities) > 1
-            self.saved.warn_of_loss(steps, change, absorbed or not momentum, warms_up)
+            state.step = step  # the schedule continues
+        self.adoption.absorb(owner, restored=change.restored, kept=change.kept)
+        if change.unsent and self.transport.rank == 0:
+            warnings.warn(_UNSENT, RuntimeWarning, stacklevel=2)
         self._replicas_compared &= not (change.restored or change.broadcast)
 
     def _deliver(self) -> None:

@@ -324,12 +324,6 @@ def find_owner(compressor: object) -> torch.optim.Optimizer:
     return owner
 
 
-def is_running() -> bool:
-    """Return whether the script has initialised Horovod."""
-    hvd = sys.modules.get("horovod.torch")
-    return hvd is not None and bool(hvd.is_initialized())
-
-
 def broadcasting() -> bool:
     """Return whether ``hvd.broadcast_optimizer_state`` is among the callers."""
     found = (f for f in _calling_frames(_FAR) if f.f_code.co_name == "broadcast_optimizer_state")

@@ -206,7 +206,7 @@ def from_one_process_to_several_momentum_stays_as_with_a_dense_checkpoint(way):
 
 
 @case(way="ab")
-def from_several_ranks_to_one_process_residuals_and_momentum_are_dropped_and_that_is_told(way):
+def from_several_ranks_to_one_process_residuals_are_dropped_and_that_is_told(way):
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     mine = {"process_set": sets[hvd.rank()]}
     saved = Job(way).train(4).saved()
@@ -216,7 +216,7 @@ def from_several_ranks_to_one_process_residuals_and_momentum_are_dropped_and_tha
         alone.load(saved, 4)
     told = [str(w.message) for w in caught if w.category is RuntimeWarning]
     assert len(told) == 1, told
-    assert "had not sent yet, and their momentum, are dropped" in told[0], told
+    assert "had not sent" in told[0], told
     alone.train(2)
     for each in sets:
         hvd.remove_process_set(each)

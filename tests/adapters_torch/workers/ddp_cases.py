@@ -184,7 +184,7 @@ def the_optimizer_may_be_bound_later():
     assert set(compression.state_dict(own=True)["parameters"]) == {n for n, _ in model.module.named_parameters()}
     assert compression.describe()["transport"] == "torch.distributed"
     assert optimizer.param_groups[0]["momentum"] == 0.9
-    assert not optimizer.state_dict()["state"]
+    assert not optimizer.state
 
 
 def gloo_threads():

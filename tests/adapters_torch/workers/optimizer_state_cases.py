@@ -44,6 +44,8 @@ def first_run(way, make=sgd, **options):
     optimizer, compression = distribute(way, model, make(model), **options)
     broadcast(model, optimizer)
     train(optimizer, model, 6)
+    if compression is not None:
+        compression.average(optimizer)
     saved = through_file(model.state_dict()), through_file(optimizer.state_dict())
     close(compression)
     return saved
@@ -68,12 +70,6 @@ def restored_run(way, saved, load, make=sgd, **options):
     return model, optimizer, compression
 
 
-def without_buffers(saved):
-    """What a dense run continues from that begins with no momentum, as a compressed one does."""
-    weights, state = saved
-    return weights, {**state, "state": {}}
-
-
 def messages(caught, text):
     return [str(w.message) for w in caught if text in str(w.message)]
 
@@ -90,7 +86,8 @@ def it_holds_the_users_own_options_and_no_empty_entries(way, broadcasts):
             group = saved["param_groups"][0]
             assert {name: group[name] for name in OWN} == OWN, group
             assert all(saved["state"].values()), saved["state"]
-    assert not saved["state"], "momentum is the compressor's"
+    assert not optimizer.state, "momentum is the compressor's"
+    assert all(entry["momentum_buffer"].any() for entry in saved["state"].values()), "which lends it to saved states"
     plain = sgd(make_model())
     plain.load_state_dict(saved)
     assert plain.param_groups[0]["momentum"] == 0.9
@@ -99,7 +96,10 @@ def it_holds_the_users_own_options_and_no_empty_entries(way, broadcasts):
 @case(way="ab", load=("root after", "root before", "all after", "all before"))
 def it_loads_before_or_after_wrapping_on_one_rank_or_all(way, load):
     saved = quiet(first_run, way, **EXACT)
-    expected, _, _ = restored_run("dense", without_buffers(saved), "all after")
+    weights, state = saved
+    if way == "a" and load.endswith("before"):  # Horovod's own optimizer forgets it, in dense training, too
+        state = {**state, "state": {}}
+    expected, _, _ = restored_run("dense", (weights, state), "all after")
     model, optimizer, compression = quiet(restored_run, way, saved, load, **EXACT)
     assert worst_difference(model, expected) <= 1e-5
     assert {name: optimizer.param_groups[0][name] for name in OWN} == OWN
@@ -141,8 +141,9 @@ def going_back_within_one_process_equals_dense_training(way, everywhere, searche
         quiet(broadcast, model, optimizer)
         if not searches:
             train(optimizer, model, 4)
+        if compression is not None:
+            compression.average(optimizer)
         saved = through_file(model.state_dict()), through_file(optimizer.state_dict())
-        saved[1]["state"] = {}
         if searches:
             for group in optimizer.param_groups:
                 group["lr"] = 0.5
@@ -155,7 +156,8 @@ def going_back_within_one_process_equals_dense_training(way, everywhere, searche
             if not everywhere:
                 broadcast(model, optimizer)
             train(optimizer, model, 4, start=4)
-        assert len(messages(caught, "none into the compressor")) == (kind != "dense" and hvd.rank() == 0)
+        lost = options.get("sparsity") == 0.99 and not searches
+        assert len(messages(caught, "none into the compressor")) == (lost and hvd.rank() == 0)
         assert_replicas_identical(model)
         runs.append(model)
         close(compression)
@@ -207,7 +209,7 @@ def a_model_that_was_restored_on_one_rank_alone_is_an_error(way):
 
 
 @case(way="ab", everywhere=(False, True), stepped=(False, True))
-def a_load_before_the_first_step_is_told_only_where_momentum_is_lost(way, everywhere, stepped):
+def a_load_before_the_first_step_is_told_only_where_something_is_lost(way, everywhere, stepped):
     """Accelerate loads an optimizer's own state as soon as it gets it."""
     trained, model = make_model(), make_model()
     optimizer, compression = wrap(way, trained, sgd(trained), sparsity=0.9)
@@ -226,7 +228,7 @@ def a_load_before_the_first_step_is_told_only_where_momentum_is_lost(way, everyw
         if not everywhere:
             hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
         train(optimizer, model, 2)
-    assert len(messages(caught, "momentum begins at 0")) == (stepped and hvd.rank() == 0)
+    assert len(messages(caught, "none into the compressor")) == (stepped and hvd.rank() == 0)
 
 
 @case(way="ab")
