@@ -214,7 +214,7 @@ class Adoption:
         Call it after :meth:`read`. SGD's buffers are removed from its state. First moments stay there; the optimizer
         overwrites them. ``restored`` says that a state was loaded only into the optimizer. Then first moments are
         taken in a later step, too, and u is also set from buffers of zeros, because ``hvd.broadcast_optimizer_state``
-        makes these. ``kept`` says that a state was loaded into the compressor, which holds SGD's u.
+        makes these. ``kept`` says that a state was loaded into the compressor; its u, if not 0, stays.
         """
         if not self.active or not optimizer.state:
             return
@@ -231,14 +231,15 @@ class Adoption:
                 if buffer is not None:
                     found[i] = buffer
         self.drop_empty(optimizer)
+        state = self._exchange.state
         if kept and not self._averages:
-            return
+            found = {i: buffer for i, buffer in found.items() if not bool(state.momentum_buffer(i).any())}
         if restored or any(bool(local(buffer).any()) for buffer in found.values()):
             for i, buffer in found.items():
-                self._exchange.state.absorb_momentum(i, as_array(local(buffer)))
+                state.absorb_momentum(i, as_array(local(buffer)))
 
     def saved_momentum(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return, by parameter, the entry of the optimizer's state that :meth:`absorb` would turn into this rank's u.
+        """Return this rank's u as entries of the optimizer's state, by parameter. :meth:`absorb` reads them.
 
         A dense run may continue with it. With Adam, that run divides by the mean of squares, which is small if an entry
         was sent seldom or never. Its first step could then move the entry by any distance. ``exp_avg`` is therefore
@@ -248,14 +249,16 @@ class Adoption:
         for group, ours in self._groups(optimizer) if self.active else ():
             for p, i in ours:
                 state = optimizer.state.get(p, {})
-                if self._averages and self._has_moment(ours) and "exp_avg" in state:
+                if not self._averages:
+                    buffer = self._momentum_like(p, i)
+                    if group.get("momentum") or bool(local(buffer).any()):  # a script may set momentum to 0 for a while
+                        saved[p] = {"momentum_buffer": buffer}
+                elif self._has_moment(ours) and "exp_avg" in state:
                     beta1, beta2 = map(float, group["betas"])
                     moment = self._momentum_like(p, i, bias_correction(beta1, _steps_of(state)))
                     if (limit := _largest_mean(state, beta1, beta2)) is not None:
                         local(moment).clamp_(-limit, limit)
                     saved[p] = {"exp_avg": moment}
-                elif group.get("momentum") and "momentum_buffer" not in state:
-                    saved[p] = {"momentum_buffer": self._momentum_like(p, i)}
         return saved
 
     def _momentum_like(self, p: torch.Tensor, i: int, factor: float = 1.0) -> torch.Tensor:

@@ -128,9 +128,7 @@ class DDPFrontEnd(FrontEnd):
 
     @override
     def end_exchange(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._waiting is Waiting.NOTHING and self.only_makes_state(optimizer):
-            self.engine.saved.made_state()
-        else:
+        if self._waiting is not Waiting.NOTHING or not self.only_makes_state(optimizer):
             self.end_exchange_of_closure()
 
     @override

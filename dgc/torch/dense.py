@@ -184,7 +184,7 @@ class _Nothing:
 
     def _do_nothing(self, *_: object) -> None: ...
 
-    follow = made_state = hide = show = refuse_another = apply = _do_nothing
+    follow = hide = show = refuse_another = apply = _do_nothing
 
 
 @contextlib.contextmanager

@@ -187,7 +187,6 @@ class OptimizerFrontEnd(FrontEnd):
                 self.engine.fail(LayoutError(wrong))
             return
         if self._waiting is not Waiting.GRADIENTS and self.only_makes_state(optimizer):
-            self.engine.saved.made_state()
             return
         if exchanging is not None and steps_by_scaler():
             # Unless unscale_() was called, the scaler's step() has divided the gradients by its scale, without changing

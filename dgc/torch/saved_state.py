@@ -1,8 +1,8 @@
 """Follow, for an optimizer's compressor, how a script saves, loads or broadcasts the optimizer's state.
 
 The momentum that the compressor applies is put into each saved state, where a dense run has it. When a state is loaded,
-the momentum in it becomes u on every rank, and v is dropped, because it belongs to the training before the load; unless
-the compressor's own state was loaded, too.
+the momentum in it becomes u on every rank, and v is dropped, because it belongs to the training before the load. If the
+compressor's own state was loaded, too, u and v are those of that state.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dgc.torch.adoption import Adoption, is_empty_entry
 from dgc.torch.horovod import broadcasting
 from dgc.torch.untraced import weakly
 
-# A key of saved states, beside torch's "state" and "param_groups": the rank that saved had residuals. Optimizers ignore
-# it.
+# A key of saved states, beside torch's "state" and "param_groups", if the rank that saved had residuals. Optimizers
+# ignore this key.
 _UNSENT = "unsent_residuals"
 
 _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
@@ -53,7 +53,7 @@ class SavedState:
         self._adoption = adoption
         self._residual_norm = residual_norm
         self._when_loaded = loaded
-        self._has_momentum = self._saved_in_step = False
+        self._has_momentum = self._saved_in_step = self._loads_unsent = False
         self.pending = Change()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,13 +76,6 @@ class SavedState:
         A state that the optimizer loads before the next step belongs to it.
         """
         self.pending, self._has_momentum = Change(kept=True), True
-
-    def made_state(self) -> None:
-        """Note that torch's distributed checkpoints have initialised the optimizer's state, to save or load it.
-
-        They load only entries that the state has by then.
-        """
-        self._has_momentum = True
 
     def forget(self) -> None:
         """Forget all changes."""
@@ -113,16 +106,20 @@ class SavedState:
             self.pending = self.pending._replace(broadcast=True)
 
     def _after_saving(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        if not broadcasting():
+            self._add_momentum(optimizer, saved)
         if self._saved_in_step:
             self._adoption.hide(optimizer)
-        if broadcasting():
-            return
-        momentum = self._adoption.saved_momentum(optimizer) if self._has_momentum else {}
+
+    def _add_momentum(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        # What was loaded since the last step is saved again as it is.
+        has_loaded = self.pending.restored
+        momentum = self._adoption.saved_momentum(optimizer) if self._has_momentum and not has_loaded else {}
         for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             for p, key in zip(group["params"], packed["params"], strict=True):
                 if p in momentum:
                     saved["state"][key] = {**saved["state"].get(key, {}), **momentum[p]}
-        if self.pending.unsent or self._residual_norm():
+        if self.pending.unsent if has_loaded else self._residual_norm():
             saved[_UNSENT] = True
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, saved: object) -> Any:
@@ -130,9 +127,9 @@ class SavedState:
         self._adoption.show()
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return None  # torch raises an error about this argument
-        self.pending = self.pending._replace(unsent=bool(saved.get(_UNSENT)))
+        self._loads_unsent = bool(saved.get(_UNSENT))
         return {**saved, "state": {key: entry for key, entry in saved["state"].items() if not is_empty_entry(entry)}}
 
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
-        self.pending = self.pending._replace(restored=True)
+        self.pending = self.pending._replace(restored=True, unsent=self._loads_unsent)
         self._when_loaded()

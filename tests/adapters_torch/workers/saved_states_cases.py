@@ -1,5 +1,7 @@
 """Under torchrun: states of optimizer and compressor, loaded in any order, together or one without the other."""
 
+import contextlib
+import copy
 import importlib.util
 import io
 import itertools
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from adapters_torch.torchrun_tools import assert_identical, digest, gathered, loss_of, make_model, on_every_rank
 from adapters_torch.workers.tensors import as_bytes
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from worker_tools import SkipCase, case, close_later
 
@@ -30,6 +32,10 @@ def sgd(model):
 
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.001, betas=(0.0, 0.99))
+
+
+def torch_adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.001)
 
 
 class Hook:
@@ -118,15 +124,16 @@ def shared_folder():
     return gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
 
 
-def save_and_load(job, folder, save, **more):
+def save_and_load(job, folder, save, flattened=False, **more):
     """Torch's distributed checkpoint of model, optimizer and what else is given."""
     job.optimizer.zero_grad()  # without gradients torch lets the optimizer step, at rate 0, to make its state
-    weights, options = get_state_dict(job.model, job.optimizer)
+    form = StateDictOptions(flatten_optimizer_state_dict=flattened)
+    weights, options = get_state_dict(job.model, job.optimizer, options=form)
     content = {"model": weights, "optimizer": options, **more}
     if save:
         return dcp.save(content, checkpoint_id=folder)
     dcp.load(content, checkpoint_id=folder)
-    set_state_dict(job.model, job.optimizer, model_state_dict=weights, optim_state_dict=options)
+    set_state_dict(job.model, job.optimizer, model_state_dict=weights, optim_state_dict=options, options=form)
     return None
 
 
@@ -206,6 +213,63 @@ def a_dense_run_goes_on_with_the_momentum_of_a_compressed_one():
 
 
 @case
+def a_state_saved_inside_step_is_the_one_after_the_latest_exchange():
+    for front_end, make in itertools.product(FRONT_ENDS, (sgd, torch_adam)):
+        job, inside = front_end(make, feedback="classic").bind(), []
+        job.optimizer.register_step_post_hook(lambda o, *_: inside.append(copy.deepcopy(o.state_dict())))  # noqa: B023
+        job.train(4)
+        assert as_bytes(inside[-1]["state"]) == as_bytes(job.optimizer.state_dict()["state"])
+        assert inside[-1]["state"], "there is momentum"
+        job.compression.close()
+
+
+@case
+def a_load_is_saved_again_as_it_is():
+    """Also if the next step has not read it, and if the script had set momentum to 0 before."""
+    for front_end in FRONT_ENDS:
+        job = front_end().bind()
+        fresh = copy.deepcopy(job.optimizer.state_dict())
+        job.train(3)
+        job.optimizer.param_groups[0]["momentum"] = 0.0
+        assert all(entry["momentum_buffer"].any() for entry in job.optimizer.state_dict()["state"].values())
+        job.optimizer.load_state_dict(fresh)
+        assert not job.optimizer.state_dict()["state"]
+        assert not told(job)
+        job.compression.close()
+
+
+@case
+def a_refused_load_is_not_told():
+    job = Optimizer().bind().train(3)
+    job.compression.average(job.optimizer)
+    saved = copy.deepcopy(job.optimizer.state_dict())
+    with contextlib.suppress(ValueError):
+        job.optimizer.load_state_dict({**saved, "param_groups": []})
+    assert not told(job)
+    job.compression.close()
+
+
+@case
+def a_compressors_state_without_momentum_leaves_the_optimizers():
+    """It was saved while momentum stayed in the optimizer."""
+    for front_end in FRONT_ENDS:
+        first, again, alone = front_end(), front_end(), front_end()
+        for job in (first, again, alone):
+            job.compression = dgc.Compression.dgc(sparsity=0.0, **({"momentum": 0.0} if job is first else {}))
+        weights, optimizer, compressor = loaded(first.bind().train(3).saved())
+        first.compression.close()
+        for job in (again, alone):
+            job.bind().model.load_state_dict(weights)
+            job.optimizer.load_state_dict(copy.deepcopy(optimizer))
+            if job is again:
+                job.compression.load_state_dict(compressor)
+            job.steps = 3
+            job.train(3)
+            job.compression.close()
+        assert digest(again.model) == digest(alone.model)
+
+
+@case
 def a_dense_or_a_new_state_lacks_nothing():
     for front_end, steps, early in itertools.product(FRONT_ENDS, (0, 3), (True, False)):
         dense = front_end()
@@ -218,18 +282,18 @@ def a_dense_or_a_new_state_lacks_nothing():
         again.compression.close()
 
 
-@case
-def distributed_checkpoints_carry_momentum_between_dense_and_compressed_runs():
+@case(flattened=(False, True))
+def distributed_checkpoints_carry_momentum_between_dense_and_compressed_runs(flattened):
     for from_dense, to_dense in ((False, True), (True, False), (False, False)):
         folder = shared_folder()
         first = (Hook() if from_dense else Optimizer(feedback="classic").bind()).train(3)
         if not from_dense:
             first.compression.average(first.optimizer)
-        save_and_load(first, folder, save=True)
+        save_and_load(first, folder, True, flattened)
         expected = first.optimizer.state_dict()["state"]
         first.compression.close()
         again = (Hook() if to_dense else Optimizer(feedback="classic").bind()).train(2)
-        save_and_load(again, folder, save=False)
+        save_and_load(again, folder, False, flattened)
         state = again.optimizer.state_dict()["state"]
         for i, entry in expected.items():
             assert entry["momentum_buffer"].any()
