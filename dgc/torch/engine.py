@@ -375,5 +375,7 @@ class Engine(EngineBase):
 
     @override
     def close(self, keep_transport: bool = False) -> None:
+        if (owner := self.front_end.owner) is not None and self.is_open:
+            self.saved.end(owner, self.is_equal)
         self.front_end.end()
         super().close(keep_transport)

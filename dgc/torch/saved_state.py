@@ -53,13 +53,13 @@ class SavedState:
         self._adoption = adoption
         self._residual_norm = residual_norm
         self._when_loaded = loaded
-        self._has_momentum = self._saved_in_step = self._loads_unsent = False
+        self._has_momentum = self._saved_in_step = self._loads_unsent = self._is_ended = False
         self.pending = Change()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Register hooks on this optimizer's saving and loading; they do not keep this object alive.
 
-        They replace those of an earlier compressor. They stay after its ``close()``, because its state may be saved.
+        They replace those of an earlier compressor.
         """
         for hook in _hooks.pop(optimizer, ()):
             hook.remove()
@@ -69,6 +69,18 @@ class SavedState:
             optimizer.register_load_state_dict_pre_hook(weakly(self._before_loading)),
             optimizer.register_load_state_dict_post_hook(weakly(self._after_loading)),
         ]
+
+    def end(self, optimizer: torch.optim.Optimizer, is_equal: bool) -> None:
+        """Return momentum to the optimizer, which goes on without the compressor, if it is equal on all ranks.
+
+        Otherwise the hooks stay, and each rank saves its own momentum until the optimizer has another one.
+        """
+        self._is_ended = True
+        if is_equal and self._has_momentum:
+            for p, entry in self._adoption.saved_momentum(optimizer).items():
+                optimizer.state[p].update(entry)
+            for hook in _hooks.pop(optimizer, ()):
+                hook.remove()
 
     def compressor_loaded(self) -> None:
         """Note that the compressor's state was loaded. Call it on all ranks.
@@ -117,7 +129,8 @@ class SavedState:
         momentum = self._adoption.saved_momentum(optimizer) if self._has_momentum and not has_loaded else {}
         for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             for p, key in zip(group["params"], packed["params"], strict=True):
-                if p in momentum:
+                has_own = self._is_ended and "momentum_buffer" in optimizer.state.get(p, {})
+                if p in momentum and not has_own:
                     saved["state"][key] = {**saved["state"].get(key, {}), **momentum[p]}
         if self.pending.unsent if has_loaded else self._residual_norm():
             saved[_UNSENT] = True

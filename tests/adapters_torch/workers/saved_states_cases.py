@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import importlib.util
 import io
 import itertools
@@ -22,6 +23,7 @@ from worker_tools import SkipCase, case, close_later
 
 import dgc.torch as dgc
 from dgc.torch.ddp import trainer_callback
+from dgc.torch.optimizer import unwrap
 
 WARMING_UP = {"sparsity": [0.75, 0.9], "rampup_step": 8, "rampup_begin_step": 2}
 
@@ -236,6 +238,41 @@ def a_load_is_saved_again_as_it_is():
         assert not job.optimizer.state_dict()["state"]
         assert not told(job)
         job.compression.close()
+
+
+@case
+def after_average_and_close_the_optimizer_goes_on_with_its_momentum():
+    """Its saved state stays the same, and dense training or another compressor begins with it."""
+    for front_end, make in itertools.product(FRONT_ENDS, (sgd, torch_adam)):
+        job = front_end(make, feedback="classic").bind().train(4)
+        job.compression.average(job.optimizer)
+        before = as_bytes(job.optimizer.state_dict()["state"])
+        model, optimizer = unwrapped(job.model), job.optimizer
+        unwrap(optimizer)
+        job.compression.close()
+        del job
+        gc.collect()
+        assert as_bytes(optimizer.state_dict()["state"]) == before
+        assert make is not sgd or all(entry["momentum_buffer"].any() for entry in optimizer.state.values())
+        again = Optimizer(make, feedback="classic")
+        again.model, again.optimizer = model, optimizer
+        assert not told(again.bind())
+        again.compression.close()
+
+
+@case
+def after_close_the_saved_momentum_is_that_of_dense_training():
+    job = Optimizer().bind().train(3)
+    optimizer = job.optimizer
+    unwrap(optimizer)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    saved = optimizer.state_dict()["state"]
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        assert torch.equal(saved[i]["momentum_buffer"], optimizer.state[p]["momentum_buffer"])
 
 
 @case
