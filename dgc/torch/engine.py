@@ -120,7 +120,7 @@ class Engine(EngineBase):
         sparse = self.layout.sparse_numel
         self.updates = SparseUpdates(self.parameters, config.sparse_updates, sparse, self.layout.numel - sparse)
         self.front_end = FrontEnd(self)
-        self.saved = SavedState(self.adoption, self.exchange.state.residual_norm, lambda: self.front_end.begin_anew())
+        self.saved = SavedState(self.adoption, self.exchange.state, lambda: self.front_end.begin_anew())
 
     def follow(self, front_end: FrontEnd) -> None:
         """Let a front end submit gradients and follow the optimizer's steps."""
@@ -376,6 +376,6 @@ class Engine(EngineBase):
     @override
     def close(self, keep_transport: bool = False) -> None:
         if (owner := self.front_end.owner) is not None and self.is_open:
-            self.saved.end(owner, self.is_equal)
+            self.saved.end(owner)
         self.front_end.end()
         super().close(keep_transport)

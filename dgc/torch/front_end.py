@@ -61,13 +61,11 @@ class Update:
     Attributes:
         by_closure: whether a closure computes the gradients inside ``step()``.
         names_closure: whether ``step`` was called with the keyword ``closure=``, even if it is None.
-        makes_state: whether it only initialises the optimizer's state: see :meth:`FrontEnd.only_makes_state`.
         unmoved: parameters that this ``step()`` must not move, and copies of them.
     """
 
     by_closure: bool = False
     names_closure: bool = False
-    makes_state: bool = False
     unmoved: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
@@ -233,7 +231,7 @@ class FrontEnd:
         if self.engine.error is None:  # otherwise it is being raised already
             self._refuse_strange_gradients(optimizer)
         self._look_for_change()
-        if self.update is not None and self.update.makes_state:
+        if self.only_makes_state(optimizer):
             # SGD makes its momentum buffers, of zeros. Torch's distributed checkpoints load only into such entries.
             self.engine.adoption.hide(optimizer, ("weight_decay",))
             return
@@ -286,8 +284,7 @@ class FrontEnd:
         if self.update is None or not self.update.names_closure or set(learning_rates_of(optimizer)) != {0.0}:
             return False
         gradients = [p.grad for p in self.engine.parameters if p.requires_grad]
-        self.update.makes_state = all(g is not None and not bool(local(g).any()) for g in gradients)
-        return self.update.makes_state
+        return all(g is not None and not bool(local(g).any()) for g in gradients)
 
     def after_step(self) -> None:
         """Show the user's options again, and note that the results were used."""

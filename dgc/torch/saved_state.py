@@ -7,7 +7,6 @@ compressor's own state was loaded, too, u and v are those of that state.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from dgc.core.collectives import Transport
+from dgc.core.state import State
 from dgc.torch.adoption import Adoption, is_empty_entry
 from dgc.torch.horovod import broadcasting
 from dgc.torch.untraced import weakly
@@ -22,8 +22,6 @@ from dgc.torch.untraced import weakly
 # A key of saved states, beside torch's "state" and "param_groups", if the rank that saved had residuals. Optimizers
 # ignore this key.
 _UNSENT = "unsent_residuals"
-
-_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Change(NamedTuple):
@@ -49,45 +47,37 @@ class SavedState:
         pending: the changes since the last step.
     """
 
-    def __init__(self, adoption: Adoption, residual_norm: Callable[[], float], loaded: Callable[[], None]) -> None:
+    def __init__(self, adoption: Adoption, state: State, loaded: Callable[[], None]) -> None:
         self._adoption = adoption
-        self._residual_norm = residual_norm
+        self._state = state
         self._when_loaded = loaded
-        self._has_momentum = self._saved_in_step = self._loads_unsent = self._is_ended = False
+        self._saved_in_step = self._loads_unsent = False
+        self._hooks: list[Any] = []
         self.pending = Change()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register hooks on this optimizer's saving and loading; they do not keep this object alive.
-
-        They replace those of an earlier compressor.
-        """
-        for hook in _hooks.pop(optimizer, ()):
-            hook.remove()
-        _hooks[optimizer] = [
+        """Register hooks on this optimizer's saving and loading; they do not keep this object alive."""
+        self._unhook()
+        self._hooks = [
             optimizer.register_state_dict_pre_hook(weakly(self._before_saving)),
             optimizer.register_state_dict_post_hook(weakly(self._after_saving)),
             optimizer.register_load_state_dict_pre_hook(weakly(self._before_loading)),
             optimizer.register_load_state_dict_post_hook(weakly(self._after_loading)),
         ]
 
-    def end(self, optimizer: torch.optim.Optimizer, is_equal: bool) -> None:
-        """Return momentum to the optimizer, which goes on without the compressor, if it is equal on all ranks.
-
-        Otherwise the hooks stay, and each rank saves its own momentum until the optimizer has another one.
-        """
-        self._is_ended = True
-        if is_equal and self._has_momentum:
-            for p, entry in self._adoption.saved_momentum(optimizer).items():
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave the optimizer alone. It gets the momentum back if that is equal on all ranks."""
+        if self._state.is_equal:
+            for p, entry in self._momentum(optimizer).items():
                 optimizer.state[p].update(entry)
-            for hook in _hooks.pop(optimizer, ()):
-                hook.remove()
+        self._unhook()
 
     def compressor_loaded(self) -> None:
         """Note that the compressor's state was loaded. Call it on all ranks.
 
         A state that the optimizer loads before the next step belongs to it.
         """
-        self.pending, self._has_momentum = Change(kept=True), True
+        self.pending = Change(kept=True)
 
     def forget(self) -> None:
         """Forget all changes."""
@@ -105,7 +95,6 @@ class SavedState:
             restored, unsent = told.max(axis=0).astype(bool).tolist()
             change = change._replace(restored=restored, unsent=unsent)
         self.forget()
-        self._has_momentum = True
         return change
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -124,16 +113,17 @@ class SavedState:
             self._adoption.hide(optimizer)
 
     def _add_momentum(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        # What was loaded since the last step is saved again as it is.
-        has_loaded = self.pending.restored
-        momentum = self._adoption.saved_momentum(optimizer) if self._has_momentum and not has_loaded else {}
+        momentum = self._momentum(optimizer)
         for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             for p, key in zip(group["params"], packed["params"], strict=True):
-                has_own = self._is_ended and "momentum_buffer" in optimizer.state.get(p, {})
-                if p in momentum and not has_own:
+                if p in momentum:
                     saved["state"][key] = {**saved["state"].get(key, {}), **momentum[p]}
-        if self.pending.unsent if has_loaded else self._residual_norm():
+        if self.pending.unsent if self.pending.restored else self._state.residual_norm():
             saved[_UNSENT] = True
+
+    def _momentum(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the entries to add to the optimizer's state; none if it was loaded since the last step."""
+        return self._adoption.saved_momentum(optimizer) if self._state.step and not self.pending.restored else {}
 
     def _before_loading(self, optimizer: torch.optim.Optimizer, saved: object) -> Any:
         """Return the state dict without empty entries."""
@@ -146,3 +136,7 @@ class SavedState:
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
         self.pending = self.pending._replace(restored=True, unsent=self._loads_unsent)
         self._when_loaded()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
