@@ -231,7 +231,7 @@ class FrontEnd:
         if self.engine.error is None:  # otherwise it is being raised already
             self._refuse_strange_gradients(optimizer)
         self._look_for_change()
-        if self.only_makes_state(optimizer):
+        if self.update is not None and self.update.names_closure and self.only_makes_state(optimizer):
             # SGD makes its momentum buffers, of zeros. Torch's distributed checkpoints load only into such entries.
             self.engine.adoption.hide(optimizer, ("weight_decay",))
             return
@@ -282,7 +282,7 @@ class FrontEnd:
         gradients and learning rates are 0, and the others wait for it.
         """
         if self.update is None or not self.update.names_closure or set(learning_rates_of(optimizer)) != {0.0}:
-            return False
+            return False  # in nearly all steps
         gradients = [p.grad for p in self.engine.parameters if p.requires_grad]
         return all(g is not None and not bool(local(g).any()) for g in gradients)
 

@@ -261,6 +261,17 @@ def after_average_and_close_the_optimizer_goes_on_with_its_momentum():
 
 
 @case
+def a_state_that_is_loaded_before_close_stays():
+    job = Optimizer().bind()
+    fresh = copy.deepcopy(job.optimizer.state_dict())
+    job.train(3)
+    job.compression.average(job.optimizer)
+    job.optimizer.load_state_dict(fresh)
+    unwrap(job.optimizer)
+    assert not job.optimizer.state
+
+
+@case
 def after_close_the_saved_momentum_is_that_of_dense_training():
     job = Optimizer().bind().train(3)
     optimizer = job.optimizer
