@@ -6,8 +6,9 @@ Each word after the number of steps is one training: ``dense``; ``fp16`` and ``p
 that rank; ``onebit=0.15``, a hook as in 1-bit Adam, after dense steps that are this share of all; ``diloco=80``, that
 many local steps between two exchanges, and ``local=80``, the same with plain averages of parameters; ``steps``, classic
 error feedback: the optimizer as it is, and ``Compression.dgc(steps=..., error_feedback="classic")``; ``classic``, the
-same without ``steps=``; or DGC's settings, joined by commas. Equal steps, rates and data for all. With ``--json FILE``
-the rows are added to a file, and trainings that it holds already are not repeated.
+same without ``steps=``; ``steps,momentum=0``, the same with beta1 left in the optimizer; or DGC's settings, joined by
+commas. Equal steps, rates and data for all. With ``--json FILE`` the rows are added to a file, and trainings that it
+holds already are not repeated.
 
 ``--timed RATE`` evaluates nothing and writes the medians of the last half of the steps: the time, the bytes, and the
 processor time of a rank, which depends less on what else the machine does. The hosts and links of that rate are those
@@ -628,6 +629,8 @@ class DGC:
 
     def _begin(self) -> None:
         options: dict[str, Any] = {"error_feedback": "classic"} | ({"steps": self._steps} if self._steps else {})
+        if "momentum" in self._given:
+            options["momentum"] = float(self._given["momentum"])
         if "density" in self._given:
             options = self._by_hand()
         if self._task.clip:

@@ -153,13 +153,26 @@ start_time;
 
 _IDLE_WHY = "the background thread asks all ranks a thousand times a second whether there is something to do"
 
+_CUDA_TOOLKIT = """\
+string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)
+if (Pytorch_CUDA)
+    find_package(CUDAToolkit)
+    set(Pytorch_CUDA ${CUDAToolkit_FOUND})
+endif()"""
+
 EDITS = (
-    Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", "PyTorch >= 2.1 refuses C++14"),
+    Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", "TensorFlow refuses C++14"),
     Edit(
         "horovod/torch/CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD 14)",
-        "set(CMAKE_CXX_STANDARD 17)",
-        "PyTorch >= 2.1 refuses C++14",
+        "set(CMAKE_CXX_STANDARD 20)",
+        "PyTorch >= 2.1 refuses C++14, and >= 2.15 refuses C++17",
+    ),
+    Edit(
+        "cmake/Modules/FindPytorch.cmake",
+        'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)',
+        _CUDA_TOOLKIT,
+        "PyTorch's ordinary wheels have CUDA, and the build fails if a machine has nvcc and not the rest of a toolkit",
     ),
     Edit(
         "horovod/tensorflow/xla_mpi_ops.cc",
@@ -583,10 +596,17 @@ def install(wheel: Path, tools: Toolchain) -> None:
         say(f"  Open MPI also works without a launcher ({path.name})")
     for framework in [name for name in ("torch", "tensorflow") if getattr(tools, name)]:
         code = f"import horovod.{framework} as hvd; hvd.init(); assert hvd.size() == 1"
+        if framework == "torch":
+            code += "; import torch; print('without CUDA' * (torch.cuda.is_available() and not hvd.cuda_built()))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"horovod.{framework} does not start:\n{done.stderr.strip()[-4000:]}")
         say(f"  horovod.{framework} starts")
+        if "without CUDA" in done.stdout:
+            say(
+                "  Note: this Horovod was built without CUDA and cannot send tensors of this GPU. Install the "
+                "CUDA toolkit (nvcc, headers, cudart), and run this command again with --force."
+            )
 
 
 # The command.

@@ -73,7 +73,7 @@ def test_the_key_of_the_cache_stays():
     tools = make_toolchain(torch="2.13.0+cpu", tensorflow="2.21.0", mpicxx=environment_bin() / "mpicxx")
     python = f"py{sys.version_info.major}.{sys.version_info.minor}{sys.abiflags}"
     assert cache_key(tools, {}).startswith(f"horovod0.28.1-{python}-torch2.13.0+cpu-tf2.21.0-openmpi4.1.8-env-")
-    assert cache_key(tools, {}).endswith("-c04f0088")
+    assert cache_key(tools, {}).endswith("-d28d2285")
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,19 @@ def test_a_wheel_is_built_once_and_found_after_that(tmp_path, monkeypatch, capsy
         assert f"Other users may write to {path}" in capsys.readouterr().err
         path.chmod(0o755)
     assert done[3:] == []
+
+
+@pytest.mark.parametrize(("printed", "told"), [("without CUDA\n", 1), ("\n", 0)])
+def test_a_horovod_that_cannot_send_tensors_of_a_gpu_says_so(printed, told, monkeypatch, capsys):
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 0, printed if "cuda_built" in command[-1] else "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    build_horovod.install(Path("a.whl"), make_toolchain(tensorflow="2.21.0"))
+    said = capsys.readouterr().err
+    assert said.count("built without CUDA") == told
+    assert "horovod.torch starts" in said
+    assert "horovod.tensorflow starts" in said
 
 
 @pytest.mark.parametrize(

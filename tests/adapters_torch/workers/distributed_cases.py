@@ -150,6 +150,8 @@ def groups_of_ranks():
     train(optimizer, model, 3)  # each rank by itself: rank 0 is alone in the group, rank 1 outside
     assert compression.engine is None
     assert len(set(gathered(digest(model)))) == 2
+    if dist.get_rank() == 1:  # PyTorch 2.15 counts such a group, and the next new_group() needs equal counts
+        dist.new_group([1], use_local_synchronization=True)
 
 
 def by_dgc(model, optimizer, group):
