@@ -26,7 +26,8 @@ Settings of DGC: ``density`` of the entries sent; ``ramp``, a share of the steps
 densities are sent (``first=0.25/0.0625``); ``beta2`` in the optimizer, ``from`` a share of the steps on; ``masking``;
 ``values``, ``small``, codecs; ``moved=0`` leaves the first moment in the optimizer; ``dense``, a share of the steps
 that are plain AdamW with float32 gradients before anything is compressed; ``frozen=1`` keeps the second moment as it is
-after them, or after ``from``. ``lr`` is the highest rate of any training, ``dense,lr=0.002`` too.
+after them, or after ``from``. ``lr`` is the highest rate of any training, ``dense,lr=0.002`` too. ``jitter=0.001``
+multiplies the initial weights of any training by 1 plus noise of that size.
 
 Except with ``steps`` and ``classic``, the first moment is moved into the compressor by hand: the compressor's momentum
 is beta1, and the optimizer's beta1 is 0. The velocity is then 1 / (1 - beta1) times the first moment, so eps is
@@ -729,6 +730,10 @@ def train(task: Task, data: Any, word: str, steps: int, seed: int, points: int) 
     model = task.model()
     optimizer = task.optimizer(model.parameters(), **task.options)
     given = dict(part.split("=") for part in word.split(",") if "=" in part)
+    if "jitter" in given:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + float(given["jitter"]) * torch.randn_like(p))
     rate, generator = (
         float(given.get("lr", task.options["lr"])),
         torch.Generator().manual_seed(1000 * seed + dist.get_rank()),
