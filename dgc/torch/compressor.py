@@ -19,6 +19,7 @@ from dgc.adapter.checks import (
     warn_of_sparsity,
     warn_of_thin_updates,
     warn_of_unmatched,
+    warn_once,
 )
 from dgc.adapter.compressor import CompressionBase
 from dgc.adapter.job import Job
@@ -124,6 +125,11 @@ class DGCCompressor(HorovodCompressor):
             warn_of_sparsity(self.config, self.given_options, adaptive)
             if adaptive:
                 warn_of_thin_updates(updating_class(optimizer).__name__, self.config)
+            if issubclass(updating_class(optimizer), torch.optim.LBFGS) and self.config.sparsities[-1]:
+                warn_once(
+                    "LBFGS learns far less from compressed gradients, because it compares gradients of several points: "
+                    "train it without a compressor"
+                )
         if self.config.steps_ahead:
             return
         if stock and self.engine is not None:

@@ -167,14 +167,10 @@ class DenseEngine:
         """Return whether another ``synchronize()`` returns the latest results; here always True."""
         return True
 
-    def follow(self, front_end: object) -> None:
-        """Do nothing: this engine never calls its front end."""
+    def _do_nothing(self, *_: object) -> None:
+        """Results are mean gradients: they may be exchanged again, or dropped. The front end is never called."""
 
-    def refuse_results(self, index: int | None = None) -> None:
-        """Do nothing: results are mean gradients, and may be exchanged again."""
-
-    def results_cleared(self) -> None:
-        """Do nothing."""
+    follow = refuse_results = results_cleared = warn_of_dropped = _do_nothing
 
 
 class _Nothing:

@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from dgc.adapter.agreement import require_agreement, require_replicas
+from dgc.adapter.checks import warn_once
 from dgc.adapter.engine import EngineBase
 from dgc.adapter.warm_up import compiled
 from dgc.core.collectives import Transport
@@ -48,6 +49,11 @@ _UNSENT = (
     "a state was loaded into the optimizer, but none into the compressor: what the saved run had not sent yet is "
     "dropped; save and load compression.state_dict(), too, as docs/pytorch.md shows"
 )
+_DROPPED = (
+    "gradients were cleared after their exchange, and no step() has used them: with classic error feedback they stay "
+    "in momentum and residual, and move the weights later. Compute gradients that must not be applied inside no_sync() "
+    "(DDP), or by torch.autograd.grad() (dgc's optimizer); or give error_feedback='step-ahead'"
+)
 _LOOKED_AT = 2**20  # the most elements to check, smallest tensors first: uncleared results are in these, too
 
 
@@ -68,6 +74,7 @@ class Engine(EngineBase):
         joins: the :class:`~dgc.core.message.Flags` that this rank's messages carry while it has no data; otherwise 0.
         on_step_begin: called before the first gradient of each step is submitted, if set.
         error: the error that ended the latest step on this rank; None if the step was committed or refused.
+        refused: whether the latest step was refused, because a value was not finite.
     """
 
     what = "parameters"
@@ -95,6 +102,7 @@ class Engine(EngineBase):
         self._replicas_compared = False
         self._delivered = False  # whether .grad may hold the latest step's results
         self.error: DGCError | None = None
+        self.refused = False
         self.decay_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, values: values
         self.by_scaler: bool | None = None if loss_scale == 1.0 else False
 
@@ -174,7 +182,7 @@ class Engine(EngineBase):
             for index in self.exchange.missing():  # Horovod does not hand over a sparse gradient
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
                     self.refuse_sparse(index)
-            self.exchange.finish()
+            self.refused = self.exchange.finish()
             self.left_alone = self.exchange.left_alone
             if self.updates.will_apply(self.front_end.owner):
                 self.updates.deferred = self.exchange.deferred()
@@ -306,6 +314,11 @@ class Engine(EngineBase):
     def results_cleared(self) -> None:
         """Note that the script has cleared ``.grad``."""
         self._delivered = False
+
+    def warn_of_dropped(self) -> None:
+        """Warn on rank 0 that the script has dropped the latest results, if momentum or residual keep a part."""
+        if not (self.refused or self.transport.rank) and (self.adoption.has_velocity or self.residual_norm()):
+            warn_once(_DROPPED)
 
     def refuse_results(self, index: int | None = None) -> None:
         """Refuse, on all ranks, to exchange results of the latest step as gradients.

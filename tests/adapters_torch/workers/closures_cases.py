@@ -1,12 +1,15 @@
 """``step(closure)`` under torchrun, with dgc's optimizer and with DDP's hook."""
 
 import copy
+import warnings
 
 import torch
 import torch.distributed as dist
 from adapters_torch.torchrun_tools import EXACT, assert_close, assert_identical, digest
 from ddp_tools import Run
 from worker_tools import case
+
+from dgc.adapter.checks import warn_once
 
 
 def adamw(model):
@@ -83,3 +86,14 @@ def each_call_of_a_closure_is_a_step_and_equals_dense_ddp(front):
     assert_close(run.module, dense.module)
     assert run.calls == dense.calls > 4
     assert run.compression.stats.steps == run.calls
+
+
+@case(front=("dgc", "hook"), sparsity=(0.0, 0.9))
+def lbfgs_is_told_to_learn_less_and_nothing_is_said_of_its_many_calls(front, sparsity):
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ClosureRun(front, lbfgs, **{**EXACT, "sparsity": sparsity}).train_by_closures(range(2))
+    told = [str(w.message) for w in seen if "LBFGS" in str(w.message) or "has used them" in str(w.message)]
+    assert len(told) == (sparsity > 0 and dist.get_rank() == 0), told
+    assert all("train it without a compressor" in text for text in told)

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, close_later
 
 import dgc.torch as dgc
+from dgc.adapter.checks import warn_once
 
 
 def warned(function, match):
@@ -127,6 +128,67 @@ def synced_twice(model, optimizer):
         loss_of(model, 2 * step).backward()
         loss_of(model, 2 * step + 1).backward()
         optimizer.step()
+
+
+def probing(model, optimizer, probe):
+    """Compute a gradient before each step, in a context that ``probe`` returns, and drop it."""
+    for step in range(4):
+        with probe():
+            loss_of(model, 100 + step).backward()
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+DROPPED = "no step\\(\\) has used them"
+KEPT = {
+    "in both": ({"sparsity": 0.9}, True),
+    "in the residual": ({"sparsity": 0.9, "momentum": 0.0}, True),
+    "in the momentum": (EXACT, True),
+    "nowhere": ({**EXACT, "momentum": 0.0}, False),
+}
+
+
+@case(where=KEPT)
+def a_gradient_that_is_dropped_after_its_exchange_is_told_on_rank_0_if_a_part_is_kept(where):
+    options, kept = KEPT[where]
+    model, optimizer, _ = hooked(make_model(), options=options, bucket_cap_mb=0.004)
+    warn_once.cache_clear()
+    told = warned(lambda: probing(model, optimizer, contextlib.nullcontext), DROPPED)
+    assert told == (kept and dist.get_rank() == 0)
+
+
+@case
+def gradients_that_are_added_up_over_two_exchanges_are_not_called_dropped():
+    model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9, "momentum": 0.0}, bucket_cap_mb=0.004)
+    warn_once.cache_clear()
+    assert not warned(lambda: synced_twice(model, optimizer), DROPPED)
+
+
+@case
+def a_refused_gradient_that_is_cleared_is_not_called_dropped():
+    """It stays in the residual, too, but the script was told that the step was refused."""
+    model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9}, bucket_cap_mb=0.004)
+    warn_once.cache_clear()
+
+    def training():
+        train(model, optimizer, 1)
+        optimizer.zero_grad()
+        (loss_of(model, 1) * float("nan")).backward()
+        train(model, optimizer, 1, start=2)
+
+    assert not warned(training, DROPPED)
+
+
+@case
+def a_gradient_that_is_dropped_inside_no_sync_changes_nothing():
+    probed, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9}, bucket_cap_mb=0.004)
+    warn_once.cache_clear()
+    assert not warned(lambda: probing(probed, optimizer, probed.no_sync), DROPPED)
+    model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9}, bucket_cap_mb=0.004)
+    train(model, optimizer, 4)
+    assert digest(probed) == digest(model)
 
 
 LOOPS = {

@@ -1,6 +1,7 @@
 """``synchronize()`` and ``skip_synchronize()``, on 2 real ranks."""
 
 import itertools
+import warnings
 
 import horovod.torch as hvd
 import numpy as np
@@ -23,6 +24,7 @@ from models import (
 from worker_tools import case
 
 import dgc.torch as dgc
+from dgc.adapter.checks import warn_once
 from dgc.errors import DGCError
 
 OPTIMIZERS = {
@@ -216,3 +218,21 @@ def an_accumulated_gradient_is_not_applied_before_it_is_averaged():
 
     on_every_rank(DGCError, r"call optimizer.synchronize\(\) first", step)
     assert_replicas_identical(model)
+
+
+@case(dropped=(False, True))
+def results_that_are_cleared_before_step_are_told_on_rank_0(dropped):
+    model = make_model()
+    optimizer, _ = wrap("b", model, sgd(model), **CLASSIC)
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            if not dropped:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            optimizer.zero_grad()
+    told = sum("no step() has used them" in str(w.message) for w in seen)
+    assert told == (dropped and hvd.rank() == 0)
