@@ -49,6 +49,7 @@ class EngineBase(abc.ABC):
         layout: the layout of all tensors. Once it is known which tensors are exchanged, it holds only these.
         observers: functions that are called with the figures of each step.
         follows: whether ranks without data must make the same update as the others after the latest step.
+        is_open: whether it was not closed.
     """
 
     what: ClassVar[str]
@@ -64,7 +65,7 @@ class EngineBase(abc.ABC):
         self._config = config
         self._exchange: Exchange | None = None  # None until the adapter knows which tensors are exchanged
         self._at_end: weakref.finalize[Any, Any] | None = None
-        self._is_closed = self.follows = False
+        self.is_open, self.follows = True, False
         self.observers: list[Observer] = []
         self._refused = 0
         self._nodes: list[Transport] = []  # the transport between nodes, if the engine has opened one
@@ -187,9 +188,6 @@ class EngineBase(abc.ABC):
         layout = self.layout if exchange is None else exchange.layout
         schedule = Schedule(config.sparsities, config.rampup_begin_step, config.rampup_step)
         step, ranks = 0 if exchange is None else exchange.state.step, self.between.rank_info()
-        updated = self.how_updated
-        if updated == "sparse" and not layout.sparse_numel:
-            updated = "dense: nothing is sparsified"
         return {
             "step": step,
             "density": round(schedule.density(step), DENSITY_DIGITS),
@@ -205,7 +203,7 @@ class EngineBase(abc.ABC):
             "ranks": ranks["size"],
             "kernels": None if exchange is None else exchange.kernels.name,
             "nodes": ranks.get("nodes"),
-            "updates": updated,
+            "updates": self.how_updated,
         }
 
     @property
@@ -218,14 +216,9 @@ class EngineBase(abc.ABC):
         """Whether all that a checkpoint holds is known to be the same on all ranks: see :meth:`average`."""
         return self._exchange is None or self._exchange.state.is_equal
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it was not closed."""
-        return not self._is_closed
-
     def require_open(self, what: str) -> None:
         """Refuse, after close(), a call that needs the other ranks."""
-        if self._is_closed:
+        if not self.is_open:
             raise TransportError(
                 f"{what} was called after close() of the compressor; call it before, or build a new one"
             )
@@ -309,6 +302,23 @@ class EngineBase(abc.ABC):
             self._exchange.reset()
         self._clear()
 
+    def until_all_joined(self, step: Callable[[], object]) -> int:
+        """Call ``step``, which exchanges once without data, until all ranks have joined.
+
+        Returns:
+            The rank, within the exchange, that joined last (the highest of several).
+        """
+        assert self._exchange is not None, "it has exchanged before"
+        ranks, joined = set(range(self.between.size)), set(self._exchange.joined)
+        try:
+            while joined != ranks:
+                before = joined
+                step()
+                joined = set(self._exchange.joined)
+        finally:
+            self._exchange.joined = {}
+        return max(ranks - before)
+
     def abandon(self) -> bool:
         """Give up a step that an error ended. Call it on all ranks.
 
@@ -318,7 +328,7 @@ class EngineBase(abc.ABC):
 
     def close(self, keep_transport: bool = False) -> None:
         """End the communication thread, and close the transport unless ``keep_transport`` is set."""
-        self._is_closed = True
+        self.is_open = False
         if self._at_end is not None:
             self._at_end.detach()
         _close(self._exchange, *self._nodes, *([] if keep_transport else [self.transport]))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import abc
-import atexit
 import contextlib
 import copy
-import ctypes
 import itertools
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -199,7 +197,6 @@ class Horovod(Job):
                 "in a job of elastic Horovod the ranks may be at different places: give model, plain optimizer and "
                 "compressor to dgc.torch.elastic.TorchState (PyTorch), or start a fixed number of processes"
             )
-        _let_children_end(hvd)
         return hvd
 
     # -- the ranks -----------------------------------------------------------------------------------------------
@@ -315,49 +312,6 @@ class Horovod(Job):
         if op.lower() not in known:
             raise ConfigError(f"op is {op!r}; allowed: hvd.Average and hvd.Sum, or their names")
         return known[op.lower()]
-
-
-_children_end: set[str] = set()
-
-
-def _let_children_end(hvd: ModuleType) -> None:
-    """In a forked child, disable the exit handlers and C++ destructors that belong to the parent.
-
-    Horovod's exit handler would wait for a thread that the child does not have. Gloo's destructors would remove the
-    parent's sockets from an epoll set that both processes share.
-    """
-    init = getattr(hvd, "init", None)
-    basics = getattr(init, "__self__", None) or getattr(
-        sys.modules.get(getattr(init, "__module__", "")), "_basics", None
-    )
-    handler = getattr(basics, "shutdown", None)
-    if handler is not None and hvd.__name__ not in _children_end and hasattr(os, "register_at_fork"):
-        if not _children_end and (end := _plain_end()) is not None:
-            os.register_at_fork(after_in_child=end)
-        _children_end.add(hvd.__name__)
-        os.register_at_fork(after_in_child=lambda: atexit.unregister(handler))
-
-
-def _plain_end() -> Callable[[], None] | None:
-    """Return a function that lets a child end without its parent's destructors; None without C's ``on_exit``.
-
-    ``exit()`` runs handlers and destructors in reverse order, so two handlers of the child run before the destructors
-    that it inherits. The first closes the C library's files, as ``exit()`` does at its end; the second calls
-    ``_exit()``. Both are C functions, because Python has ended by then. They ignore the arguments of a handler.
-    """
-    try:
-        libc = ctypes.CDLL(None)
-        register, functions = libc.on_exit, (libc._exit, libc.fcloseall)
-    except (AttributeError, OSError, TypeError):
-        return None
-    register.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    addresses = [ctypes.cast(function, ctypes.c_void_p) for function in functions]
-
-    def end() -> None:
-        for address in addresses:  # the handler that is registered last runs first
-            register(address, None)
-
-    return end
 
 
 def same_set(one: ProcessSet | None, other: ProcessSet | None) -> bool:

@@ -161,7 +161,7 @@ if (Pytorch_CUDA)
 endif()"""
 
 EDITS = (
-    Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", "TensorFlow refuses C++14"),
+    Edit("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 17)", "PyTorch >= 2.1 refuses C++14"),
     Edit(
         "horovod/torch/CMakeLists.txt",
         "set(CMAKE_CXX_STANDARD 14)",
@@ -172,7 +172,7 @@ EDITS = (
         "cmake/Modules/FindPytorch.cmake",
         'string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)',
         _CUDA_TOOLKIT,
-        "PyTorch's ordinary wheels have CUDA, and the build fails if a machine has nvcc and not the rest of a toolkit",
+        "PyTorch's ordinary wheels have CUDA, and the build fails if a machine has nvcc but not the rest of a toolkit",
     ),
     Edit(
         "horovod/tensorflow/xla_mpi_ops.cc",
@@ -597,15 +597,16 @@ def install(wheel: Path, tools: Toolchain) -> None:
     for framework in [name for name in ("torch", "tensorflow") if getattr(tools, name)]:
         code = f"import horovod.{framework} as hvd; hvd.init(); assert hvd.size() == 1"
         if framework == "torch":
-            code += "; import torch; print('without CUDA' * (torch.cuda.is_available() and not hvd.cuda_built()))"
+            code += "; import torch; has_gpu = torch.cuda.is_available() and not torch.version.hip"
+            code += "; print('without CUDA' * (has_gpu and not hvd.cuda_built()))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"horovod.{framework} does not start:\n{done.stderr.strip()[-4000:]}")
         say(f"  horovod.{framework} starts")
         if "without CUDA" in done.stdout:
             say(
-                "  Note: this Horovod was built without CUDA and cannot send tensors of this GPU. Install the "
-                "CUDA toolkit (nvcc, headers, cudart), and run this command again with --force."
+                "  Note: this Horovod was built without CUDA and cannot send tensors of this GPU. Install the CUDA "
+                "toolkit (nvcc, headers, cudart) or name its folder in HOROVOD_CUDA_HOME, and run this with --force."
             )
 
 

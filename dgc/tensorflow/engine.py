@@ -476,7 +476,7 @@ class Engine(EngineBase):
 
     @override
     def state_dict(self, own: bool = False) -> dict[str, Any]:
-        if self._is_closed:
+        if not self.is_open:
             raise LayoutError("the compressor was closed and has no residuals any more: take its state before close()")
         return super().state_dict(own)
 

@@ -37,6 +37,12 @@ else:
     ProcessSet = object
 ReduceOp: TypeAlias = "int | str"  # Horovod's constant, or its name
 
+NEVER_AVERAGES = (
+    "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every rank would "
+    "train its own model. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, compression=...), or set "
+    "TF_USE_LEGACY_KERAS=1 and use tf_keras"
+)
+
 
 class TensorFlowHorovod(Horovod):
     """Horovod for TensorFlow."""
@@ -265,10 +271,6 @@ class HorovodCompressor(CompressorBase[Engine]):
         _refuse_horovods_keras3()
         return object.__hash__(self)
 
-    def __eq__(self, other: object) -> bool:
-        """Compare by identity."""
-        return self is other
-
     def _cross(self, members: Sequence[Pending], placeholder: tf.Tensor) -> None:
         engine = self.engine
         assert engine is not None, "compress() refuses an unbound compressor"
@@ -337,11 +339,7 @@ def _refuse_horovods_keras3() -> None:
     for frame in _frames(10):
         owner = frame.f_locals.get("self")
         if owner is not None and _module(frame) == "horovod._keras" and family(owner) == KERAS3:
-            raise ConfigError(
-                "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every "
-                "rank would train its own model. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, "
-                "compression=...), or set TF_USE_LEGACY_KERAS=1 and use tf_keras"
-            )
+            raise ConfigError(NEVER_AVERAGES)
 
 
 def _horovods_call() -> tuple[list[Variable], list[Any], Any, ProcessSet | None, bool]:

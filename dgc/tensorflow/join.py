@@ -53,7 +53,7 @@ def join(compression: DGCCompressor) -> int:
                 "error_feedback='classic' with an adaptive optimizer; else give every rank the same number of batches"
             )
         )
-    last = _follow_until_all_joined(engine)
+    last = engine.until_all_joined(lambda: engine.exchange_nothing(Flags.JOINED))
     compression.generation += 1  # forget an unfinished gradient accumulation
     members = compression.process_set()
     _take_over(engine, members, int(members.ranks[last]))
@@ -70,21 +70,6 @@ def end_together(engine: Engine) -> None:
     finally:
         exchange.joined = {}
     exchange.stats = stats
-
-
-def _follow_until_all_joined(engine: Engine) -> int:
-    """Return the rank, within the exchange, that joined last."""
-    exchange, ranks, before = engine.exchange, engine.transport.size, set(engine.exchange.joined)
-    try:
-        while True:
-            engine.exchange_nothing(Flags.JOINED)
-            joined = set(exchange.joined)
-            if len(joined) == ranks:
-                break
-            before = joined
-    finally:
-        exchange.joined = {}
-    return max(set(range(ranks)) - before)
 
 
 def _obstacle(engine: Engine) -> bool:

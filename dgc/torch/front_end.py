@@ -17,6 +17,7 @@ docs/pytorch.md explains the rule, and docs/architecture.md the files.
 from __future__ import annotations
 
 import enum
+import functools
 import types
 import warnings
 import weakref
@@ -26,11 +27,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.horovod import broadcasting
 from dgc.torch.scaler import Later, read_later, steps_by_scaler, warn_of_unknown_scaler
-from dgc.torch.step_hooks import follow_steps
 from dgc.torch.tensors import local, scattered_values
 from dgc.torch.untraced import untraced, weakly
 
@@ -42,6 +43,17 @@ _CHANGED_RESULT = (
 )
 
 Closure = Callable[[], Any]
+
+
+@functools.cache
+def follow_steps(before: Callable[..., Any], after: Callable[..., None]) -> None:
+    """Call two functions around ``step()`` of every optimizer from now on, as torch's global hooks.
+
+    The hooks are never removed: an object may be garbage-collected inside the loop in which torch calls them.
+    """
+    register_optimizer_step_pre_hook(untraced(before))
+    register_optimizer_step_post_hook(untraced(after))
+
 
 _front_ends: weakref.WeakSet[FrontEnd] = weakref.WeakSet()
 
@@ -389,7 +401,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kw
     return (args, {**kwargs, "closure": closure}) if named else ((args[0], closure, *args[2:]), kwargs)
 
 
-def end_update(optimizer: torch.optim.Optimizer) -> None:
+def end_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Call :meth:`FrontEnd.after_step`, after a ``step()`` or when it has raised.
 
     Torch calls no hook after an error. A function that calls torch's step hooks itself, without ``optimizer.step()``,

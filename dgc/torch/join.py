@@ -51,23 +51,24 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
     if not (isinstance(compression, DGCCompressor) and compression.is_bound):
         raise ConfigError(f"join({compression!r}): give it the compressor of dgc.torch.DistributedOptimizer")
     engine = compression.engine
-    wrong = ConfigError(f"divide_by={divide_by!r}; allowed: {', '.join(map(repr, _DIVISORS))}")
-    if engine is None:
-        if divide_by not in _DIVISORS:
-            raise wrong
-        return 0
     if divide_by not in _DIVISORS:
-        engine.fail(wrong)
+        wrong = ConfigError(f"divide_by={divide_by!r}; allowed: {', '.join(map(repr, _DIVISORS))}")
+        if engine is not None:
+            engine.fail(wrong)
+        raise wrong
+    if engine is None:
+        return 0
     if isinstance(engine, StepAheadEngine):
         if divide_by != "all":
             engine.fail(ConfigError('with step-ahead error feedback, join() takes only divide_by="all"'))
         joined: Any = compression.job()
         return int(joined.ranks()[engine.join()])
     optimizer: Any = engine.front_end.owner
-    _require_able(engine, optimizer, divide_by)
+    _require_able(engine, optimizer)
     engine.joins = _DIVISORS[divide_by]
     try:
-        last = _step_until_all_joined(engine, optimizer)
+        last = engine.until_all_joined(lambda: _step(engine, optimizer))
+        _clear(engine)
     finally:
         engine.joins = 0
     job: Any = compression.job()
@@ -75,7 +76,7 @@ def join(compression: DGCCompressor, divide_by: str = "all") -> int:
     return job.ranks()[last]
 
 
-def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
+def _require_able(engine: Engine, optimizer: object) -> None:
     if engine.exchange.in_step:
         engine.fail(LayoutError("join() was called between backward() and step(); call it after step()"))
     if not hasattr(optimizer, "skip_synchronize"):
@@ -88,22 +89,13 @@ def _require_able(engine: Engine, optimizer: object, divide_by: str) -> None:
         engine.fail(ConfigError("join() cannot step a sharded optimizer: give every rank the same number of steps"))
 
 
-def _step_until_all_joined(engine: Engine, optimizer: Any) -> int:
-    """Return the rank, within the exchange, that joined last."""
-    ranks, before = engine.transport.size, set(engine.exchange.joined)
-    while True:
-        _clear(engine)
-        optimizer.synchronize()
-        joined = set(engine.exchange.joined)
-        if len(joined) == ranks:
-            break
-        before = joined
-        if engine.follows:
-            with optimizer.skip_synchronize():
-                optimizer.step()
-    engine.exchange.joined = {}
+def _step(engine: Engine, optimizer: Any) -> None:
+    """Exchange without data. If ranks still train, make the same update as they, unless it would change nothing."""
     _clear(engine)
-    return max(set(range(ranks)) - before)
+    optimizer.synchronize()
+    if len(engine.exchange.joined) < engine.transport.size and engine.follows:
+        with optimizer.skip_synchronize():
+            optimizer.step()
 
 
 def _clear(engine: Engine) -> None:

@@ -10,9 +10,6 @@ import torch
 
 from dgc.torch.horovod import stepping_scaler
 
-# torch.amp has this class since torch 2.3.
-_Scaler: Any = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
-
 Later = Callable[[], torch.Tensor]
 
 
@@ -43,13 +40,13 @@ def read_later(tensor: torch.Tensor) -> Later:
 
 def steps_by_scaler() -> bool:
     """Return whether a GradScaler calls the ``step()`` that is about to run."""
-    scaler = stepping_scaler(_Scaler)
+    scaler = stepping_scaler(torch.amp.GradScaler)
     return scaler is not None and scaler.is_enabled()
 
 
 def has_unscaled(scaler: object, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a GradScaler has divided the gradients of an optimizer since its latest ``update()``."""
-    states = scaler._per_optimizer_states if isinstance(scaler, _Scaler) and scaler.is_enabled() else {}
+    states = scaler._per_optimizer_states if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else {}
     return bool(states.get(id(optimizer), {}).get("found_inf_per_device"))
 
 

@@ -19,6 +19,7 @@ from torch.optim.sgd import sgd
 
 from dgc.core.exchange.entries import EntrySum
 from dgc.torch.adoption import updater_of, updating_class, users_class
+from dgc.torch.front_end import follow_steps
 from dgc.torch.tensors import is_sharded, local
 
 # A function that returns why an optimizer needs dense results in a step; None if it does not need them.
@@ -124,7 +125,7 @@ def obstacle_of_sgd(parameters: Sequence[torch.Tensor], applied: Collection[str]
         if optimizer is None or _class_of(optimizer) is not torch.optim.SGD:
             return f"the optimizer is {type(optimizer).__name__}, not torch.optim.SGD"
         everywhere = len(torch_optimizer._global_optimizer_pre_hooks), len(torch_optimizer._global_optimizer_post_hooks)
-        hooked = max(everywhere) > 1
+        hooked = max(everywhere) > follow_steps.cache_info().currsize
         for stepping in (optimizer, updater_of(optimizer)):
             hooked |= bool(stepping._optimizer_step_pre_hooks or stepping._optimizer_step_post_hooks)
         if hooked:

@@ -25,10 +25,9 @@ from dgc.core.layout import Layout
 from dgc.core.message import Disagreement, Flags
 from dgc.core.step_ahead import StepAhead
 from dgc.errors import ConfigError, DGCError, LayoutError, TransportError
-from dgc.torch.front_end import learning_rates_of
+from dgc.torch.front_end import follow_steps, learning_rates_of
 from dgc.torch.horovod import broadcasting
 from dgc.torch.joined_options import constant_options
-from dgc.torch.step_hooks import follow_steps
 from dgc.torch.tensors import Result, describe, local, samples, sum_of_bits, tensors_for
 
 # Optimizers whose weight decay is a part of the gradient, unless an option of theirs says otherwise. The decay of most
@@ -361,17 +360,14 @@ class StepAheadEngine(StepAheadBase):
             The rank that joined last (the highest of several).
         """
         self.require_between_steps("join()")
-        ranks, before = self.between.size, set(self.exchange.joined)
-        while True:
+
+        def step() -> None:
             self.exchange_nothing()
             self._settle()
-            joined = set(self.exchange.joined)
-            if len(joined) == ranks:
-                break
-            before = joined
-        self.exchange.joined = {}
+
+        last = self.until_all_joined(step)
         self.average()
-        return max(set(range(ranks)) - before)
+        return last
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -495,7 +491,7 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             engine.before_step(optimizer)
 
 
-def _after_any_step(optimizer: torch.optim.Optimizer) -> None:
+def _after_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for engine in list(_engines):
         if engine.is_open and engine.owns(optimizer):
             engine.after_step(optimizer)

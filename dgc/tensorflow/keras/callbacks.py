@@ -14,7 +14,7 @@ from dgc.errors import ConfigError, LayoutError
 from dgc.tensorflow.adoption import KERAS3, Optimizer, family, optimizer_variables
 from dgc.tensorflow.compressor import step_ahead_engines
 from dgc.tensorflow.engine import Engine
-from dgc.tensorflow.horovod import HOROVOD, broadcast_in_order, import_horovod, is_alone
+from dgc.tensorflow.horovod import HOROVOD, NEVER_AVERAGES, broadcast_in_order, import_horovod, is_alone
 from dgc.tensorflow.join import end_together
 from dgc.tensorflow.keras.checkpoint import CompressionCheckpoint
 from dgc.tensorflow.reduce import Reducer, reducer_of
@@ -169,11 +169,7 @@ def _never_averages(optimizer: Optimizer) -> bool:
 def _refuse_one_sided(ranks: Sequence[dict[str, Any]]) -> None:
     """Raise an error on every rank if the optimizers of all ``ranks`` cannot train one model together."""
     if any(rank["never averages"] for rank in ranks):
-        raise ConfigError(
-            "Horovod's DistributedOptimizer does not average gradients under Keras 3, and does not say so: every rank "
-            "would train its own model. Use dgc.tensorflow.keras.DistributedOptimizer(optimizer, compression=...), or "
-            "set TF_USE_LEGACY_KERAS=1 and use tf_keras"
-        )
+        raise ConfigError(NEVER_AVERAGES)
     for number, rank in enumerate(ranks):
         if rank["missing"]:
             raise ConfigError(

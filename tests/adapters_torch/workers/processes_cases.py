@@ -4,7 +4,6 @@ import copy
 import gc
 import itertools
 import os
-import sys
 import threading
 import time
 
@@ -12,7 +11,6 @@ import torch
 from horovod_holds import every_tensor_is_held
 from models import (
     EXACT,
-    assert_replicas_identical,
     dense_reference,
     loss_of,
     make_model,
@@ -53,21 +51,6 @@ def forked_workers_of_a_data_loader_come_and_go(way):
             done += 1
     assert done == 6
     assert worst_difference(model, expected) <= 1e-5
-
-
-@case("gloo")
-def a_job_goes_on_when_children_end():
-    """As those of a data loader do; under MPI this is in ``transport/test_mpi_exit.py``."""
-    model = make_model()
-    optimizer, _ = wrap("b", model, sgd(model), sparsity=0.9)
-    for step in range(6):
-        train(optimizer, model, 1, start=step)
-        if step in (2, 4):
-            child = os.fork()
-            if child == 0:
-                sys.exit(7)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert_replicas_identical(model)
 
 
 @case("mpirun")
