@@ -42,6 +42,7 @@ class EngineBase(abc.ABC):
     Attributes:
         what: how errors call the tensors: "parameters" or "variables".
         advice: what to do when the ranks' tensors differ, for the error.
+        differing: what belongs to a checkpoint and may differ between the ranks, for the error.
         names: the tensors' names, in registration order.
         transport: connects the ranks; the engine closes it.
         between: the transport that carries gradients; with ``hierarchical``, one that connects nodes.
@@ -54,6 +55,7 @@ class EngineBase(abc.ABC):
 
     what: ClassVar[str]
     advice: ClassVar[str]
+    differing: ClassVar[str] = "what they have not sent"
 
     names: list[str]
     adoption: Any
@@ -266,7 +268,7 @@ class EngineBase(abc.ABC):
     def _require_equal_ranks(self) -> None:
         if not self.is_equal:
             raise LayoutError(
-                "the ranks differ in what they have not sent: call compression.average(optimizer) on all ranks, and "
+                f"the ranks differ in {self.differing}: call compression.average(optimizer) on all ranks, and "
                 "before the next step save the states of one rank, which any number of ranks can load"
             )
 

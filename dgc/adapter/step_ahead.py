@@ -31,6 +31,7 @@ class StepAheadBase(EngineBase):
         exchange: the exchange of ``ahead``.
     """
 
+    differing = "their parameters or the optimizer's state"
     ahead: StepAhead
     exchange: Exchange
     _edits = 0  # steps in a row before which some rank's parameters were edited

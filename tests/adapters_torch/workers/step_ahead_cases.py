@@ -761,7 +761,7 @@ def a_plain_checkpoint_after_an_average_resumes_bit_for_bit(front, late, kind):
 @case(late=(False, True))
 def a_state_of_ranks_that_differ_is_not_saved(late):
     run = Run("dgc", adamw, late=late, **SPARSE).train(range(3))
-    raises(dgc.errors.LayoutError, "the ranks differ", run.compression.state_dict)
+    raises(dgc.errors.LayoutError, "the ranks differ in their parameters or the optimizer", run.compression.state_dict)
     run.train(range(3, 6))
     run.compression.average()  # the optimizers' states still differ
     raises(dgc.errors.LayoutError, "the ranks differ", run.compression.state_dict)
