@@ -630,10 +630,10 @@ class DGC:
 
     def _begin(self) -> None:
         options: dict[str, Any] = {"error_feedback": "classic"} | ({"steps": self._steps} if self._steps else {})
-        if "momentum" in self._given:
-            options["momentum"] = float(self._given["momentum"])
         if "density" in self._given:
             options = self._by_hand()
+        if "momentum" in self._given:
+            options["momentum"] = float(self._given["momentum"])
         if self._task.clip:
             options |= {"local_grad_clip_norm": self._task.clip, "clip_scope": "global"}
         self._compression = dgc.Compression.dgc(**options)

@@ -6,9 +6,11 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -70,6 +72,17 @@ def uneven_batches(gap: int, rank: int | None = None) -> int:
     """Number of a rank's batches: at least 3, each rank ``gap`` more than the one before; the last but one the most."""
     size, rank = launch_size(), launch_rank() if rank is None else rank
     return 3 + gap * [*range(size - 2), size - 1, size - 2].index(rank)
+
+
+def warned(function: Callable[[], object], match: str) -> int:
+    """Return how many warnings that match ``function`` causes here, also those that are told once in a process."""
+    from dgc.adapter.checks import warn_once  # not every worker loads the package
+
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        function()
+    return sum(bool(re.search(match, str(w.message))) for w in seen)
 
 
 def close_later(opened: Any) -> Any:

@@ -69,7 +69,6 @@ class EngineBase(abc.ABC):
         self._at_end: weakref.finalize[Any, Any] | None = None
         self.is_open, self.follows = True, False
         self.observers: list[Observer] = []
-        self._refused = 0
         self._nodes: list[Transport] = []  # the transport between nodes, if the engine has opened one
 
     # -- the framework's half ------------------------------------------------------------------------------------
@@ -168,8 +167,7 @@ class EngineBase(abc.ABC):
 
     def _tell_observers(self) -> None:
         assert self._exchange is not None, "a step has ended"
-        stats = self._exchange.stats
-        refused, self._refused = stats.refused_steps > self._refused, stats.refused_steps
+        stats, refused = self._exchange.stats, self._exchange.refused
         step = self._exchange.state.step - (not refused)
         for observer in list(self.observers):
             try:
@@ -299,7 +297,6 @@ class EngineBase(abc.ABC):
     def reset(self) -> None:
         """Forget residuals, momentum, the step and the statistics."""
         self.abandon()
-        self._refused = 0
         if self._exchange is not None:
             self._exchange.reset()
         self._clear()

@@ -12,7 +12,6 @@ from typing_extensions import override
 from dgc.errors import ConfigError, LayoutError
 from dgc.torch.engine import Engine
 from dgc.torch.front_end import FrontEnd, Waiting
-from dgc.torch.tensors import local
 from dgc.torch.untraced import untraced
 
 _LOCAL = (
@@ -112,16 +111,11 @@ class DDPFrontEnd(FrontEnd):
         if self._waiting is not Waiting.GRADIENTS:
             self._require_stepped()
             self.engine.refuse_results(index)
-            if self._waiting is Waiting.RESULTS and self.update is None and self._has_cleared(index):
-                self.engine.warn_of_dropped()
+            if self._waiting is Waiting.RESULTS and self.update is None:  # a closure may be called more than once
+                self.engine.warn_of_dropped(index)
             # The exchange begins later, with the first bucket, and reads the optimizer's options then. A script may
             # step its scheduler between passes inside no_sync().
             self._waiting, self._joined = Waiting.GRADIENTS, False
-
-    def _has_cleared(self, index: int) -> bool:
-        """Return whether the script has cleared all gradients but this one, to which a backward pass has added."""
-        others = (p.grad for i, p in enumerate(self.engine.parameters) if i != index)
-        return not any(g is not None and bool(local(g).any()) for g in others)
 
     def step_joined(self) -> None:
         """Apply the results that the hook has put into ``.grad`` on a rank without data."""

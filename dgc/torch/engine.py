@@ -74,7 +74,6 @@ class Engine(EngineBase):
         joins: the :class:`~dgc.core.message.Flags` that this rank's messages carry while it has no data; otherwise 0.
         on_step_begin: called before the first gradient of each step is submitted, if set.
         error: the error that ended the latest step on this rank; None if the step was committed or refused.
-        refused: whether the latest step was refused, because a value was not finite.
     """
 
     what = "parameters"
@@ -102,7 +101,6 @@ class Engine(EngineBase):
         self._replicas_compared = False
         self._delivered = False  # whether .grad may hold the latest step's results
         self.error: DGCError | None = None
-        self.refused = False
         self.decay_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, values: values
         self.by_scaler: bool | None = None if loss_scale == 1.0 else False
 
@@ -182,7 +180,7 @@ class Engine(EngineBase):
             for index in self.exchange.missing():  # Horovod does not hand over a sparse gradient
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
                     self.refuse_sparse(index)
-            self.refused = self.exchange.finish()
+            self.exchange.finish()
             self.left_alone = self.exchange.left_alone
             if self.updates.will_apply(self.front_end.owner):
                 self.updates.deferred = self.exchange.deferred()
@@ -315,9 +313,14 @@ class Engine(EngineBase):
         """Note that the script has cleared ``.grad``."""
         self._delivered = False
 
-    def warn_of_dropped(self) -> None:
-        """Warn on rank 0 that the script has dropped the latest results, if momentum or residual keep a part."""
-        if not (self.refused or self.transport.rank) and (self.adoption.has_velocity or self.residual_norm()):
+    def warn_of_dropped(self, index: int | None = None) -> None:
+        """Warn on rank 0 if the script has cleared results that no ``step()`` has used, and a part of them is kept.
+
+        ``index`` is that of a parameter to whose ``.grad`` a backward pass has added since.
+        """
+        if self.transport.rank or self.exchange.refused or self._uncleared(index) is not None:
+            return
+        if self.adoption.has_velocity or self.residual_norm():
             warn_once(_DROPPED)
 
     def refuse_results(self, index: int | None = None) -> None:
@@ -328,18 +331,24 @@ class Engine(EngineBase):
         """
         if not (self._delivered and (self.adoption.has_velocity or self.updates.applied)):
             return
-        self._delivered, seen, owner = False, 0, self.front_end.owner
+        self._delivered = False
+        if (uncleared := self._uncleared(index)) is not None:
+            self.fail(ConfigError(_VELOCITY if self.adoption.has_velocity else _UNWRITTEN), uncleared)
+
+    def _uncleared(self, index: int | None) -> int | None:
+        """Return a parameter of the owner, but not ``index``, whose ``.grad`` is not 0; None if none was found."""
+        seen, owner = 0, self.front_end.owner
         stepped = set() if owner is None else {id(p) for group in owner.param_groups for p in group["params"]}
         for i in self._by_size:
             p = self.parameters[i]
             if i == index or (gradient := p.grad) is None or gradient.is_sparse or id(p) not in stepped:
                 continue
             if seen >= _LOOKED_AT:
-                return
+                break
             seen += gradient.numel()
             if bool(local(gradient).any()):
-                why = _VELOCITY if self.adoption.has_velocity else _UNWRITTEN
-                self.fail(ConfigError(why), i)
+                return i
+        return None
 
     def hands_back(self) -> bool:
         """Return whether another ``synchronize()`` returns the latest results. If so, the ranks compare them."""

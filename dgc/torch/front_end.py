@@ -44,17 +44,6 @@ _CHANGED_RESULT = (
 
 Closure = Callable[[], Any]
 
-
-@functools.cache
-def follow_steps(before: Callable[..., Any], after: Callable[..., None]) -> None:
-    """Call two functions around ``step()`` of every optimizer from now on, as torch's global hooks.
-
-    The hooks are never removed: an object may be garbage-collected inside the loop in which torch calls them.
-    """
-    register_optimizer_step_pre_hook(untraced(before))
-    register_optimizer_step_post_hook(untraced(after))
-
-
 _front_ends: weakref.WeakSet[FrontEnd] = weakref.WeakSet()
 
 
@@ -388,6 +377,16 @@ def learning_rates_of(optimizer: torch.optim.Optimizer | None) -> tuple[float, .
         if isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.is_cpu):
             rates.append(float(rate))
     return tuple(rates)
+
+
+@functools.cache
+def follow_steps(before: Callable[..., Any], after: Callable[..., None]) -> None:
+    """Call two functions around ``step()`` of every optimizer from now on, as torch's global hooks.
+
+    The hooks are never removed: an object may be garbage-collected inside the loop in which torch calls them.
+    """
+    register_optimizer_step_pre_hook(untraced(before))
+    register_optimizer_step_post_hook(untraced(after))
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -137,10 +137,10 @@ class OptimizerFrontEnd(FrontEnd):
                 "another model's (a GAN's generator, whose loss passes through the discriminator), keep gradients off "
                 "these parameters: loss.backward(inputs=list(generator.parameters()))"
             )
-        if self._waiting is Waiting.RESULTS and self.update is None:  # a closure may be called more than once
-            self.engine.warn_of_dropped()
         if (optimizer := self.owner) is not None:
             type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        if self._waiting is Waiting.RESULTS and self.update is None:  # a closure may be called more than once
+            self.engine.warn_of_dropped()
         self._waiting, self._sample = Waiting.NOTHING, None
         self.engine.results_cleared()
 

@@ -44,6 +44,7 @@ class Exchange:
         edited: the ranks whose parameters were changed outside of ``step()`` before the latest step.
         left_alone: parameters without a gradient on any rank in the latest step; the step has not changed their u and
             v.
+        refused: whether the latest step was refused because a rank met a value that is not finite.
         on_joined: called with each step in which some ranks took part without data, before that step finishes. The
             call may be collective.
         on_refused: called with the bucket that met a value that is not finite, in place of a warning.
@@ -52,6 +53,7 @@ class Exchange:
 
     on_joined: Callable[[Step], None] | None = None
     on_refused: Callable[[BucketExchange], None] | None = None
+    refused = False
 
     def __init__(
         self, layout: Layout, config: DGCConfig, transport: Transport, kernels: Kernels, *, loss_scale: LossScale = 1.0
@@ -281,6 +283,7 @@ class Exchange:
         self._count(step, refused=refused)
         step.stats.lap("apply", since)
         self.stats.record(step.stats, refused=refused)
+        self.refused = refused
         return refused
 
     def _is_refused(self, step: Step) -> bool:

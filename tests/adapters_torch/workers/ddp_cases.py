@@ -3,11 +3,9 @@
 import contextlib
 import functools
 import os
-import re
 import sys
 import time
 import types
-import warnings
 from pathlib import Path
 
 import pytest
@@ -30,17 +28,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from worker_tools import case, close_later
+from worker_tools import case, close_later, warned
 
 import dgc.torch as dgc
-from dgc.adapter.checks import warn_once
-
-
-def warned(function, match):
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        function()
-    return sum(bool(re.search(match, str(w.message))) for w in seen)
 
 
 def both(steps_of, module=make_model, make_optimizer=sgd, options=None, **ddp):
@@ -154,7 +144,6 @@ KEPT = {
 def a_gradient_that_is_dropped_after_its_exchange_is_told_on_rank_0_if_a_part_is_kept(where):
     options, kept = KEPT[where]
     model, optimizer, _ = hooked(make_model(), options=options, bucket_cap_mb=0.004)
-    warn_once.cache_clear()
     told = warned(lambda: probing(model, optimizer, contextlib.nullcontext), DROPPED)
     assert told == (kept and dist.get_rank() == 0)
 
@@ -162,7 +151,6 @@ def a_gradient_that_is_dropped_after_its_exchange_is_told_on_rank_0_if_a_part_is
 @case
 def gradients_that_are_added_up_over_two_exchanges_are_not_called_dropped():
     model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9, "momentum": 0.0}, bucket_cap_mb=0.004)
-    warn_once.cache_clear()
     assert not warned(lambda: synced_twice(model, optimizer), DROPPED)
 
 
@@ -170,7 +158,6 @@ def gradients_that_are_added_up_over_two_exchanges_are_not_called_dropped():
 def a_refused_gradient_that_is_cleared_is_not_called_dropped():
     """It stays in the residual, too, but the script was told that the step was refused."""
     model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9}, bucket_cap_mb=0.004)
-    warn_once.cache_clear()
 
     def training():
         train(model, optimizer, 1)
@@ -184,7 +171,6 @@ def a_refused_gradient_that_is_cleared_is_not_called_dropped():
 @case
 def a_gradient_that_is_dropped_inside_no_sync_changes_nothing():
     probed, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9}, bucket_cap_mb=0.004)
-    warn_once.cache_clear()
     assert not warned(lambda: probing(probed, optimizer, probed.no_sync), DROPPED)
     model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9}, bucket_cap_mb=0.004)
     train(model, optimizer, 4)
