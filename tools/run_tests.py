@@ -7,8 +7,8 @@
     tools/run_tests.py --beyond   what --all has beyond a run without an option
     tools/run_tests.py --quick    the core and what compressors promise, which start no ranks
 
-Ranks of one framework live as long as their lane; two lanes keep two cores busy. The output of a lane comes as a whole
-when it has ended, and the seconds of every test are in ``build/tests/durations.tsv``. The exit status is that of the
+Ranks of one framework live as long as their lane; two lanes keep two cores busy. Each line of output begins
+with its lane, and the seconds of every test are in ``build/tests/durations.tsv``. The exit status is that of the
 first lane that failed. Other arguments are handed on to pytest.
 """
 
@@ -17,10 +17,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUTPUT = REPOSITORY / "build" / "tests"
@@ -99,54 +98,39 @@ def main() -> int:
     selection = arguments.pop(0) if arguments[:1] and arguments[0] in SELECTIONS else "--once"
     compiling = [sys.executable, "-m", "dgc", "compile"]
     subprocess.run(compiling, cwd=REPOSITORY, check=False)
-    environment = {**os.environ, "DGC_KERNELS_COMPILED": "1"}  # so that no lane does it again
+    # No lane compiles again, and lines come at once.
+    environment = {**os.environ, "DGC_KERNELS_COMPILED": "1", "PYTHONUNBUFFERED": "1"}
     # A hundred ranks import the package: let them read it compiled.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     for report in OUTPUT.glob("*.xml"):
         report.unlink()
-    begin = time.monotonic()
-    waiting = {lane: list(enumerate(runs)) for lane, runs in lanes(selection).items()}
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    statuses: list[int] = []
-    logs = {lane: (OUTPUT / f"{lane}.log").open("w+b") for lane in waiting}
-    print(f"running side by side: {', '.join(waiting)}; each is shown when it has ended", flush=True)
-    try:
-        while waiting or running:
-            for lane in [lane for lane in waiting if lane not in running]:
-                number, run = waiting[lane].pop(0)
-                line = command(lane, number, [*run, *arguments])
-                running[lane] = subprocess.Popen(
-                    line, cwd=REPOSITORY, env=environment, stdout=logs[lane], stderr=subprocess.STDOUT
-                )
-                if not waiting[lane]:
-                    del waiting[lane]
-            for lane, process in list(running.items()):
-                status = process.poll()
-                if status is not None:
-                    statuses.append(status)
-                    del running[lane]
-                    if lane not in waiting:
-                        _show(lane, time.monotonic() - begin, logs.pop(lane))
-            time.sleep(0.2)
-    except BaseException:
-        for process in running.values():
-            process.terminate()
-            process.wait()
-        for lane, log in logs.items():
-            _show(lane, time.monotonic() - begin, log)
-        raise
+    running: list[subprocess.Popen[str]] = []
+
+    def run(lane: str, runs: list[list[str]]) -> list[int]:
+        statuses = []
+        for number, each in enumerate(runs):
+            process = subprocess.Popen(
+                command(lane, number, [*each, *arguments]),
+                cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+            running.append(process)
+            for line in process.stdout or ():
+                print(f"{lane:>7} | {line}", end="", flush=True)
+            statuses.append(process.wait())
+        return statuses
+
+    with ThreadPoolExecutor() as pool:
+        running_lanes = [pool.submit(run, *lane) for lane in lanes(selection).items()]
+        try:
+            statuses = [status for each in running_lanes for status in each.result()]
+        except BaseException:
+            for process in running:
+                process.terminate()
+            raise
     show_durations()
-    statuses = [status for status in statuses if status != NO_TESTS]
-    return next((status for status in statuses if status), 0) if statuses else NO_TESTS
-
-
-def _show(lane: str, seconds: float, log: IO[bytes]) -> None:
-    print(f"\n=== {lane} lane: {seconds / 60:.1f} minutes", flush=True)
-    log.seek(0)
-    sys.stdout.buffer.write(log.read())
-    sys.stdout.flush()
-    log.close()
+    ran = [status for status in statuses if status != NO_TESTS]
+    return next(filter(None, ran), 0) if ran else NO_TESTS
 
 
 if __name__ == "__main__":
