@@ -18,8 +18,6 @@ ALONE = ("none", "none-fused")
 MEETING = "none-meeting"
 """Plain SGD whose ranks wait for each other before each update, and send nothing: what any exchange costs at least."""
 FAMILY = ("topk", "qsgd", "onebit")
-RESULTS = "dgc-b-results"
-"""Our wrapper with dense results, ``sparse_updates=False``."""
 HALVES = "dgc-b-halves"
 """Our wrapper with positions and values of 16 bits, and small tensors in 8."""
 BUCKETS = {"dgc-b-4mib": 4, "dgc-b-100mib": 100}
@@ -32,7 +30,7 @@ EXCHANGES = {
 """Our wrapper with each exchange; 0.1 or 5 % of the entries are sent."""
 STEPS = {"dgc-steps": 10_000}
 """Our wrapper as the pages recommend it, with the ``steps=`` of a training of this length."""
-OURS = ("dgc-a", "dgc-b", *STEPS, RESULTS, HALVES, *BUCKETS, *FAMILY, *EXCHANGES)
+OURS = ("dgc-a", "dgc-b", *STEPS, HALVES, *BUCKETS, *FAMILY, *EXCHANGES)
 METHODS = (*ALONE, MEETING, "dense", "fp16", *OURS, "powersgd")
 DENSITY = 0.001
 
@@ -84,8 +82,6 @@ def make(method: str, task: Task, weight_decay: float | None = None) -> Trained:
         options["bucket_bytes"] = BUCKETS[method] * 2**20
     if method == HALVES:
         options.update(indices="uint16", values="float16", small="int8")
-    if method == RESULTS:
-        options["sparse_updates"] = False
     compression = getattr(dgc.Compression, name)(**options)
     return Trained(model, dgc.DistributedOptimizer(optimizer, named, compression=compression), compression)
 

@@ -203,13 +203,7 @@ class EngineBase(abc.ABC):
             "ranks": ranks["size"],
             "kernels": None if exchange is None else exchange.kernels.name,
             "nodes": ranks.get("nodes"),
-            "updates": self.how_updated,
         }
-
-    @property
-    def how_updated(self) -> str:
-        """How the latest results were applied: "sparse" (entry by entry), "dense" with a reason, or not known yet."""
-        return "dense"
 
     @property
     def is_equal(self) -> bool:

@@ -32,7 +32,6 @@ class CommonOptions(TypedDict, total=False):
     small: ValueCodec
     bucket_bytes: int
     op: Any
-    sparse_updates: bool
     hierarchical: bool | int | Literal["auto"]
     exchange: Literal["auto", "gather"]
     transport: Literal["auto", "mpi", "horovod", "torch.distributed"] | Transport
@@ -87,7 +86,6 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
         small: ValueCodec = "int3",
         bucket_bytes: int = 26214400,
         op: Any = "average",
-        sparse_updates: bool = True,
         hierarchical: bool | int | Literal["auto"] = False,
         exchange: Literal["auto", "gather"] = "auto",
         error_feedback: Literal["auto", "step-ahead", "classic", False] = "auto",
@@ -133,8 +131,6 @@ class Constructors(Generic[Tensors, Optimizer, Compressor]):
             small: The codec for tensors that are 1-D or small; "float32" sends them exactly.
             bucket_bytes: Bytes of float32 gradients that are sent together in one message.
             op: Average or sum: Horovod's constant, or the name "average" or "sum".
-            sparse_updates: With plain SGD, update only those entries of a parameter that were received; False: update
-                all entries.
             hierarchical: True: the ranks of a node add up their gradients and send as one rank. "auto": only if that
                 saves traffic. A number: groups of this many neighbouring ranks do so.
             exchange: "auto": where it saves enough bytes (from about 16 ranks on), each rank adds up a share of the

@@ -31,7 +31,6 @@ from dgc.core.compressors import make_config
 from dgc.core.config import AHEAD_DENSITIES, DGCConfig, Schedule
 from dgc.core.exchange.choice import entry_plan
 from dgc.core.exchange.exchange import Exchange
-from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels import choose_kernels
 from dgc.core.layout import Layout, Parameter, make_layout
 from dgc.core.step_ahead import StepAhead
@@ -228,11 +227,8 @@ def predict(
     }
 
 
-def measure(transport: Transport, elements: int, training: Training, *, defers: bool = False) -> Found:
-    """Measure steps for a model of ``elements`` parameters. Every rank returns the slowest rank's times. Collective.
-
-    If ``defers``, the sums of entries are not written into dense results, as with plain SGD in PyTorch on a CPU.
-    """
+def measure(transport: Transport, elements: int, training: Training) -> Found:
+    """Measure steps for a model of ``elements`` parameters. Every rank returns the slowest rank's times. Collective."""
     rows = min(_ROWS, max(1, elements // _COLUMNS))
     config = training.config
     phases = [dataclasses.replace(config, sparsity=(1.0 - p.density,), rampup_step=1) for p in training.phases]
@@ -243,7 +239,7 @@ def measure(transport: Transport, elements: int, training: Training, *, defers: 
         def make() -> dict[str, Any]:
             dense = dataclasses.replace(config, exclude=("*",), error_feedback="classic")
             for each in (dense, *phases, gathering):
-                made.append(opened.enter_context(contextlib.closing(_TimedSteps(each, transport, rows, defers))))
+                made.append(opened.enter_context(contextlib.closing(_TimedSteps(each, transport, rows))))
             return {}
 
         agree_or_raise(transport, make, "measurements")
@@ -263,7 +259,7 @@ def measure(transport: Transport, elements: int, training: Training, *, defers: 
 class _TimedSteps:
     """Runs steps of one tensor, from the gradient to the updated parameter."""
 
-    def __init__(self, config: DGCConfig, transport: Transport, rows: int, defers: bool) -> None:
+    def __init__(self, config: DGCConfig, transport: Transport, rows: int) -> None:
         tensor, kernels = Parameter("tensor", (rows, _COLUMNS), "float32"), choose_kernels("cpu")
         last = _SHIFT * (_WARM_STEPS + _STEPS)
         self._values = np.random.default_rng(transport.rank).standard_normal(tensor.numel + last, np.float32)
@@ -275,7 +271,6 @@ class _TimedSteps:
             self._exchange = self._ahead.exchange
         else:
             self._exchange = Exchange(make_layout([tensor], config), config, transport, kernels)
-        self._options = StepOptions(defers=defers and not config.exclude)
         self._taken = 0
         self.applied: list[float] = []
 
@@ -290,11 +285,10 @@ class _TimedSteps:
             self._ahead.step(own, [gradient], [0.0], own, own, edited=edited)
             self._parameter, self._result = self._result, self._parameter
         else:
-            self._exchange.begin(self._options)
+            self._exchange.begin()
             self._exchange.submit(0, gradient, self._result, self._parameter)
             self._exchange.finish()
-            if not self._exchange.deferred():
-                np.subtract(self._parameter, self._result, out=self._parameter)  # this is what the optimizer would do
+            np.subtract(self._parameter, self._result, out=self._parameter)  # this is what the optimizer would do
         self.applied.append(self._exchange.stats.last.seconds["apply"])
 
     def close(self) -> None:
@@ -338,7 +332,7 @@ def run_bench(arguments: argparse.Namespace, connect: Callable[[], Transport]) -
             raise ConfigError(f"one process exchanges nothing; {LAUNCH}")
         training = training.on_ranks(transport.size)
         hosts = len(set(gather_values(transport, socket.gethostname())))
-        found = measure(transport, elements, training, defers=arguments.optimizer == "sgd")
+        found = measure(transport, elements, training)
     except Exception as error:
         sys.stderr.write(f"error: {str(error).splitlines()[0]}\n")
         return 1

@@ -26,7 +26,7 @@ MIN_NUMEL = 16384
 COMPRESSED_TYPES = ("float32",)
 
 # Options of the core that DGCMomentum accepts in addition to Paddle's arguments.
-CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking", "sparse_updates")
+CODEC_OPTIONS = ("indices", "values", "small", "bucket_bytes", "momentum_masking")
 
 NEVER = 2**62  # a first compressed step that no training reaches
 

@@ -109,8 +109,6 @@ class DGCConfig:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     # Average or sum: Horovod's constant, or the name "average" or "sum".
     op: str = "average"
-    # With plain SGD, update only those entries of a parameter that were received; False: update all entries.
-    sparse_updates: bool = True
     # True: the ranks of a node add up their gradients and send as one rank. "auto": only if that saves traffic. A
     # number: groups of this many neighbouring ranks do so.
     hierarchical: bool | int | Literal["auto"] = False
@@ -151,7 +149,6 @@ class DGCConfig:
         require_flag("nesterov", self.nesterov, optional=True)
         require_flag("momentum_masking", self.momentum_masking, optional=True)
         require_choice("error_feedback", self.error_feedback, ("auto", "step-ahead", "classic", False))
-        require_flag("sparse_updates", self.sparse_updates)
         require_flag("late", self.late)
         require_choice("clip_scope", self.clip_scope, ("tensor", "global"))
         require_choice("op", self.op, ("average", "sum"))

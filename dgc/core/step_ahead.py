@@ -187,7 +187,7 @@ class StepAhead:
         self._results: Sequence[Array] = ()  # of the exchange that is under way
         self._count, self._transport, self._kernels = count, transport, kernels
         self._convert, self._to_host, self._rounding = convert, to_host, rounding
-        self._hyper, self._defers = Hyper.uniform(len(parameters), own), not kernels.on_device
+        self._hyper = Hyper.uniform(len(parameters), own)
 
     @property
     def shared(self) -> list[Array]:
@@ -257,7 +257,7 @@ class StepAhead:
                     update[...] = p
                     tensor.write_late(p)
             hyper = replace(self._hyper, learning_rates=learning_rates)
-            options = StepOptions(hyper, defers=self._defers, joins=joins, edited=edited)
+            options = StepOptions(hyper, joins=joins, edited=edited)
             self._begin(sent, arrays, gradients, ready, options)
         except BaseException as error:
             self._update_a()
@@ -286,22 +286,14 @@ class StepAhead:
         exchange, results = self.exchange, self._results
         self._results = ()
         if exchange.finish():
-            exchange.write_deferred()
             raise ConfigError(
                 f"a step of the optimizer gave NaN, infinity or an overflow, met by {self._met}: no rank has taken it. "
                 "Look for the cause (learning rate, data), and go on from a checkpoint"
             )
         if len(exchange.joined) == self._transport.size:  # no rank has data: the exchange was undone
-            exchange.deferred()
             return
-        received: set[int] = set()
-        for total in exchange.deferred():
-            received.update(segment.parameter for segment in total.bucket.sparse)
-            for i, places, sums in total.tensors():
-                self.tensors[i].theta[self._convert(places)] += self._convert(sums)
-        for i, result in enumerate(results):
-            if i not in received:
-                self.tensors[i].theta += result
+        for tensor, result in zip(self.tensors, results, strict=True):
+            tensor.theta += result
         if self.noise is not None:
             self.noise.learn()
             self._update_factors()

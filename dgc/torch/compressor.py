@@ -34,7 +34,6 @@ from dgc.torch.front_end import require_free
 from dgc.torch.horovod import HOROVOD, Heartbeat, TorchHorovod, announce_owner
 from dgc.torch.horovod_optimizer import HorovodCompressor
 from dgc.torch.scaler import read_scale
-from dgc.torch.sparse_updates import obstacle_of_sgd
 from dgc.torch.step_ahead import StepAheadEngine, require_no_other
 from dgc.torch.untraced import leave_hooks_untraced
 
@@ -114,8 +113,6 @@ class DGCCompressor(HorovodCompressor):
                 loss_scale=self._loss_scale,
             )
             engine.on_step_begin = heartbeat
-            scaled = self._loss_scale != 1.0
-            engine.updates.obstacle = obstacle_of_sgd(engine.parameters, engine.adoption.options, scaled)
             return engine
 
         self._bind(process_set, open_engine)

@@ -38,7 +38,6 @@ class DDPFrontEnd(FrontEnd):
         self._results: dict[int, torch.Tensor] = {}  # by parameter index: the result's place in DDP's bucket
         self._owners: dict[int, int] = {}  # address of a gradient -> parameter index, in the step under way
         self._used: set[int] = set()  # parameters that got a gradient on this rank since the last exchange
-        engine.updates.obstacle = None
         self.drive(optimizer, self._arrived)
 
     # -- the hook --------------------------------------------------------------------------------------------------

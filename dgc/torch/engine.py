@@ -30,7 +30,6 @@ from dgc.torch.adoption import Adoption
 from dgc.torch.front_end import FrontEnd, Waiting, learning_rates_of
 from dgc.torch.joined_options import constant_options, share_options
 from dgc.torch.saved_state import Change, SavedState
-from dgc.torch.sparse_updates import SparseUpdates
 from dgc.torch.tensors import Places, Result, describe, fingerprint, local, samples, sum_of_bits, tensors_for
 from dgc.torch.untraced import weakly
 
@@ -40,10 +39,6 @@ Named = Sequence[tuple[str, torch.Tensor]]
 _VELOCITY = (
     "call optimizer.zero_grad() after each step(): .grad still holds results with the compressor's momentum or decay. "
     "To add up gradients use backward_passes_per_step, no_sync() (DDP), or momentum=0 in the compressor"
-)
-_UNWRITTEN = (
-    "call optimizer.zero_grad() after each step(), or give the compressor sparse_updates=False: .grad still holds "
-    "results, but not of all tensors"
 )
 _UNSENT = (
     "a state was loaded into the optimizer, but none into the compressor: what the saved run had not sent yet is "
@@ -64,7 +59,6 @@ class Engine(EngineBase):
         parameters: the compressed tensors in registration order.
         front_end: submits gradients, and follows the steps of the optimizer.
         saved: notices what is loaded into the optimizer between two steps.
-        updates: decides whether results are applied as entries, and applies them.
         decay_of: called with the index and the values of a parameter that decays; returns the values that weight decay
             multiplies. By default these are the parameter's own. It may be replaced, for instance by a decay by sign.
         excluded: indices of parameters that the option ``exclude`` names. They are sent dense.
@@ -99,6 +93,7 @@ class Engine(EngineBase):
         self.joins = 0
         self._pending: dict[int, Result | None] = {}  # results of this step's gradients; None: there is nothing to copy
         self._replicas_compared = False
+        self._update_follows = True
         self._delivered = False  # whether .grad may hold the latest step's results
         self.error: DGCError | None = None
         self.decay_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, values: values
@@ -123,8 +118,6 @@ class Engine(EngineBase):
         self._agree_on_tensors(build)
         self._by_size = sorted(range(len(self.parameters)), key=lambda i: self.parameters[i].numel())
         self.excluded = {i for i, n in enumerate(self.names) if any(fnmatchcase(n, p) for p in config.exclude)}
-        sparse = self.layout.sparse_numel
-        self.updates = SparseUpdates(self.parameters, config.sparse_updates, sparse, self.layout.numel - sparse)
         self.front_end = FrontEnd(self)
         self.saved = SavedState(self.adoption, self.exchange.state, lambda: self.front_end.begin_anew())
 
@@ -168,24 +161,20 @@ class Engine(EngineBase):
     def finish(self, update_follows: bool = False) -> None:
         """Wait for all results of the step, and deliver them. Calling it again before the next step does nothing.
 
-        ``update_follows`` says that the optimizer uses the results before the script can see them. Then they may be
-        applied as entries, by ``updates.apply()``, instead of being written.
+        ``update_follows`` says that the optimizer uses the results before the script can see them. Ranks that have
+        joined then make this update, too.
         """
         if self.error is not None:
             raise unraised(self.error)
         if not self.exchange.in_step:
             return
-        self.updates.update_follows = update_follows
+        self._update_follows = update_follows
         try:
             for index in self.exchange.missing():  # Horovod does not hand over a sparse gradient
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
                     self.refuse_sparse(index)
             self.exchange.finish()
             self.left_alone = self.exchange.left_alone
-            if self.updates.will_apply(self.front_end.owner):
-                self.updates.deferred = self.exchange.deferred()
-            else:
-                self.exchange.write_deferred()
         except DGCError as error:
             self._keep(error)
             raise
@@ -230,7 +219,6 @@ class Engine(EngineBase):
             self.on_step_begin()
         self._delivered = False
         self._memory.begin()
-        defers = self.updates.begin(owner)
         change = self.saved.change(self.transport)
         if owner is not None:
             with self.adoption.shown(owner):  # Horovod's optimizer exchanges within step()
@@ -240,7 +228,7 @@ class Engine(EngineBase):
                 except ConfigError as refused:
                     error = error or refused
         self._hyper = self.adoption.hyper.chosen(range(len(self.names)), learning_rates_of(owner), change.restored)
-        self.exchange.begin(StepOptions(self._hyper, holds=self.front_end.holds, defers=defers, joins=self.joins))
+        self.exchange.begin(StepOptions(self._hyper, holds=self.front_end.holds, joins=self.joins))
         if error is not None:
             self.fail(error)
 
@@ -288,7 +276,6 @@ class Engine(EngineBase):
         """Store an error that the exchange has raised and that ends the step."""
         self._tensors.release()
         if self.exchange.latest.failure_pending:  # the step has ended for the other ranks, which do not know of it
-            self.exchange.write_deferred()
             self.error = unraised(error)
             self._deliver()  # as the others do
         self._keep(error)
@@ -305,7 +292,7 @@ class Engine(EngineBase):
     def _share_options(self, step: Step) -> None:
         owner = self.front_end.owner
         assert owner is not None, "it has begun the step"
-        self.follows = share_options(self.between, step, self.adoption, owner, self.updates.update_follows)
+        self.follows = share_options(self.between, step, self.adoption, owner, self._update_follows)
 
     # -- what .grad holds between two steps ----------------------------------------------------------------------------
 
@@ -329,11 +316,11 @@ class Engine(EngineBase):
         Call it with the index of a step's first gradient when that arrives, or with None if the step begins without a
         gradient. Results that contain neither momentum nor decay are exchanged like gradients, as in dense training.
         """
-        if not (self._delivered and (self.adoption.has_velocity or self.updates.applied)):
+        if not (self._delivered and self.adoption.has_velocity):
             return
         self._delivered = False
         if (uncleared := self._uncleared(index)) is not None:
-            self.fail(ConfigError(_VELOCITY if self.adoption.has_velocity else _UNWRITTEN), uncleared)
+            self.fail(ConfigError(_VELOCITY), uncleared)
 
     def _uncleared(self, index: int | None) -> int | None:
         """Return a parameter of the owner, but not ``index``, whose ``.grad`` is not 0; None if none was found."""
@@ -375,14 +362,6 @@ class Engine(EngineBase):
         self.fail(ConfigError(wrong), index)
 
     # -- state, ending -------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def how_updated(self) -> str:
-        reason = self.updates.reason
-        if reason == "":
-            return "known after the first step of this process"
-        return "sparse" if reason is None else f"dense: {reason}"
 
     @override
     def _take_state(self, saved: Mapping[str, Any]) -> None:

@@ -228,7 +228,7 @@ class FrontEnd:
         return followed
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the exchange, hide the options that the compressor applies, and apply results as entries."""
+        """After the exchange, hide the options that the compressor applies."""
         if self.engine.error is None:  # otherwise it is being raised already
             self._refuse_strange_gradients(optimizer)
         self._look_for_change()
@@ -237,7 +237,6 @@ class FrontEnd:
             self.engine.adoption.hide(optimizer, ("weight_decay",))
             return
         self.engine.adoption.hide(optimizer)
-        self.engine.updates.apply(optimizer)
 
     def keep_sample(self, results: Mapping[int, torch.Tensor]) -> None:
         """Copy some values of the smallest result, to notice on rank 0 whether the script changes a velocity."""

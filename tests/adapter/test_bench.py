@@ -94,15 +94,12 @@ def test_all_ranks_measure_the_same(elements, classic):
     assert 0 <= one.costs.half <= one.costs.dense
 
 
-@pytest.mark.parametrize("defers", [False, True])
-def test_a_larger_model_costs_as_many_times_more(monkeypatch, defers):
+def test_a_larger_model_costs_as_many_times_more(monkeypatch):
     monkeypatch.setattr(bench, "_ROWS", 16)
     monkeypatch.setattr(bench, "_median", lambda step: step() or 1.0)
     training = training_of(arguments())
     for factor in (1, 1000):
-        (found, _) = run_ranks(
-            2, lambda transport, n=factor * 16 * 1024: measure(transport, n, training, defers=defers)
-        )
+        (found, _) = run_ranks(2, lambda transport, n=factor * 16 * 1024: measure(transport, n, training))
         assert found[:2] == (Costs(factor, factor, (factor,)), factor)
         assert found.link.a_round == 1.0, "a round takes as long for every model"
 

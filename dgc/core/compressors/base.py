@@ -26,7 +26,7 @@ from dgc.errors import WireError
 # Options of every compressor.
 COMMON = (
     "rampup_begin_step local_grad_clip_norm clip_scope min_numel include exclude small bucket_bytes op "
-    "sparse_updates hierarchical exchange"
+    "hierarchical exchange"
 ).split()
 # Options of compressors with error feedback.
 FEEDBACK = ["momentum", "nesterov", "weight_decay", "error_feedback", "late"]

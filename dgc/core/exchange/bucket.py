@@ -18,7 +18,6 @@ from dgc.core.collectives import Transport
 from dgc.core.compressors.base import SparseValues
 from dgc.core.config import DGCConfig
 from dgc.core.exchange.choice import Plans
-from dgc.core.exchange.entries import EntrySum
 from dgc.core.exchange.plan import Plan
 from dgc.core.exchange.step import Step
 from dgc.core.kernels.base import Array, Kernels, SegmentWork
@@ -36,7 +35,6 @@ class BucketExchange:
         plan: how the bucket is exchanged.
         flagged: whether a value is not finite on this rank; after the exchange, on any rank.
         flagged_by: the ranks that met such a value before they sent their message.
-        has_run: whether the bucket was exchanged.
         absent: after the exchange, each rank's digest of its parameters without a gradient.
         kept: for each segment without a gradient on this rank, a copy of its state before the step.
     """
@@ -58,19 +56,16 @@ class BucketExchange:
         self._elements = sum(s.length for s in bucket.segments)
         self._sparse_elements = sum(s.length for s in bucket.sparse)
         self._prepared: Plan | None = None  # the plan that has buffers
-        self._deferred: EntrySum | None = None
-        self.has_run = False
 
     def start(self, step: Step) -> None:
         """Begin a step."""
         self.step, self.plan = step, self.plans[step.density]
         self.plan.begin(step)
         self._state = self._states.buckets[self.bucket.index]
-        self.flagged = self.has_run = False
+        self.flagged = False
         self.flagged_by, self.absent, self.kept = [], [], {}
         self._packing: Callable[[], bool] | None = None
         self._begun: Callable[[], Any] | None = None
-        self._deferred = None
 
     # -- on the communication thread -----------------------------------------------------------------------------------
 
@@ -110,7 +105,6 @@ class BucketExchange:
         since = stats.lap("exchange", since)
         self._write(messages)
         stats.lap("apply", since)
-        self.has_run = True
         self._count()
 
     def send_error(self, error: DGCError, parameter: int | None) -> None:
@@ -151,10 +145,7 @@ class BucketExchange:
         self.flagged = bool(self.flagged_by) | (not plan.add_up_dense(messages, self._factor))
         if plan.encoder.ks and not self.flagged:
             results = self.step.submissions.results(self.bucket.sparse)
-            self._deferred, finite = plan.add_up(messages, results, self._factor * self.step.loss_scale)
-            self.flagged = not finite
-            if not self.step.options.defers or self.flagged or all(self.absent):
-                self._write_entries()
+            self.flagged = not plan.add_up(messages, results, self._factor * self.step.loss_scale)
 
     def _work(self) -> list[SegmentWork]:
         """Return the kernels' work on each sparsified tensor of the bucket."""
@@ -210,17 +201,17 @@ class BucketExchange:
         if refused and self.flagged:
             for result in submissions.results(self.bucket.segments):
                 self._memory.fill(result, np.nan)
-            self.take_deferred()
         else:
             plan.vector.write(self.step, state.u, refused=refused)
             for result in submissions.results(list(self.kept)):
                 self._memory.fill(result, 0)
-            if refused or self._deferred is None:
-                self.write_deferred()
         for segment, kept in self.kept.items():
             for held, values in zip(state.held(segment), kept, strict=True):
                 held[...] = values
             state.residual_pending |= bool(state.error_of(segment).any())
+        for segment in self.bucket.segments:
+            del submissions[segment.parameter]  # and with it the gradient's memory
+        plan.vector.release()
 
     def _take_out(self) -> None:
         """Subtract what was sent from v, and mask momentum."""
@@ -234,26 +225,6 @@ class BucketExchange:
             return
         for segment, values in zip(self.bucket.sparse, own.values, strict=True):
             state.v[segment.slice] -= values
-
-    def take_deferred(self) -> EntrySum | None:
-        """Return the sum of entries that was not written. Drop it here, together with the step's gradients."""
-        if not self.has_run:
-            return None
-        for segment in self.bucket.segments:
-            self.step.submissions.pop(segment.parameter, None)
-        self.plan.vector.release()
-        deferred, self._deferred = self._deferred, None
-        return deferred
-
-    def write_deferred(self) -> None:
-        """Write the sum of entries into the results."""
-        self._write_entries()
-        self.take_deferred()
-
-    def _write_entries(self) -> None:
-        deferred, self._deferred = self._deferred, None
-        if deferred is not None:
-            deferred.write(self.step.submissions.results(self.bucket.sparse), self._kernels)
 
     def met(self, own: int, names: Sequence[str], kind: str = "gradient") -> str:
         """Return which rank met a value that is not finite. On that rank, also name the parameter.

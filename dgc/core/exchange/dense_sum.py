@@ -13,7 +13,6 @@ from typing_extensions import override
 from dgc.core.compressors.base import SparseValues
 from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import Encoder
-from dgc.core.exchange.entries import EntrySum
 from dgc.core.exchange.plan import Plan
 from dgc.core.exchange.sizes import Setting
 from dgc.core.kernels.base import SegmentWork
@@ -45,13 +44,11 @@ class DenseSum(Plan):
         return super().write(state)
 
     @override
-    def add_up(
-        self, messages: Sequence[Incoming], results: Sequence[Any], factor: float
-    ) -> tuple[EntrySum | None, bool]:
+    def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
         scale = self._step.loss_scale  # the vector was multiplied by the rest of ``factor``
         parts = [
             SegmentWork(offset=s.offset, length=s.length, scale=scale, result=result)
             for s, result in zip(self._bucket.sparse, results, strict=True)
         ]
         self._kernels.update(parts, self.vector.values)
-        return None, True
+        return True

@@ -15,7 +15,6 @@ from dgc.core.compressors import compressor_class
 from dgc.core.config import DGCConfig, Schedule
 from dgc.core.exchange.bucket import BucketExchange
 from dgc.core.exchange.choice import make_plans
-from dgc.core.exchange.entries import EntrySum
 from dgc.core.exchange.nodes import NodeSums
 from dgc.core.exchange.pipeline import Clipping, Pipeline, quiet
 from dgc.core.exchange.stages import Event, LatestStep, Stage, as_dgc_error
@@ -332,15 +331,6 @@ class Exchange:
         """Return the parameters whose gradients were not given in the current step."""
         given = () if self.latest.step is None else self.latest.step.submissions
         return sorted(set(range(len(self.layout.parameters))).difference(given))
-
-    def deferred(self) -> list[EntrySum]:
-        """Return the latest step's sums of entries that were not written, and drop them."""
-        return [total for each in self._buckets if (total := each.take_deferred()) is not None]
-
-    def write_deferred(self) -> None:
-        """Write the sums of entries into the results, whose arrays must still exist."""
-        for each in self._buckets:
-            each.write_deferred()
 
     # -- saving, ending ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from dgc.core.codecs import SmallCodec
 from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import Encoder
-from dgc.core.exchange.entries import EntrySum, add_up
+from dgc.core.exchange.entries import add_up
 from dgc.core.exchange.plan import Plan
 from dgc.core.exchange.sizes import Setting, fits_inside
 from dgc.core.message import Form, Incoming
@@ -40,11 +40,9 @@ class Gather(Plan):
         super().__init__(setting, encoder, vector, form, [codec] if codec else [])
 
     @override
-    def add_up(
-        self, messages: Sequence[Incoming], results: Sequence[Any], factor: float
-    ) -> tuple[EntrySum | None, bool]:
+    def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
         decoded = []
         for message in messages:
             with message.blamed():
                 decoded.append(self.encoder.decode(message.payload, message.count))
-        return add_up(self._bucket, decoded, results, factor)
+        return add_up(self._bucket, decoded, results, factor, self._kernels)

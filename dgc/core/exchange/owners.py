@@ -19,7 +19,7 @@ from dgc.core.collectives import Transport
 from dgc.core.compressors.base import SparseValues
 from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import TopKEncoder
-from dgc.core.exchange.entries import EntrySum, add_up
+from dgc.core.exchange.entries import add_up
 from dgc.core.exchange.plan import Plan
 from dgc.core.exchange.sizes import Setting, gathering
 from dgc.core.exchange.step import Step
@@ -205,10 +205,8 @@ class Owners(Plan):
     # -- second phase: sums --------------------------------------------------------------------------------------------
 
     @override
-    def add_up(
-        self, messages: Sequence[Incoming], results: Sequence[Any], factor: float
-    ) -> tuple[EntrySum | None, bool]:
-        return add_up(self._bucket, [self.decode(message) for message in messages], results, factor)
+    def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
+        return add_up(self._bucket, [self.decode(message) for message in messages], results, factor, self._kernels)
 
     def decode(self, message: Incoming) -> SparseValues:
         """Read the sums that an owner has sent."""

@@ -17,7 +17,6 @@ from dgc.core.collectives import Transport
 from dgc.core.compressors.base import DenseValues, SparseValues
 from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import Encoder
-from dgc.core.exchange.entries import EntrySum
 from dgc.core.exchange.sizes import Setting, gathering, reducing
 from dgc.core.exchange.step import Step
 from dgc.core.kernels.base import Kernels
@@ -125,14 +124,8 @@ class Plan(ABC):
         return self.vector.average(factor)
 
     @abstractmethod
-    def add_up(
-        self, messages: Sequence[Incoming], results: Sequence[Any], factor: float
-    ) -> tuple[EntrySum | None, bool]:
-        """Add up what the ranks have sent of sparsified tensors, times ``factor``.
-
-        Returns:
-            The sum, or None if the results were written; and whether all values are finite.
-        """
+    def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
+        """Write the sums of sparsified tensors over the ranks, times ``factor``; return whether they are finite."""
 
     def send_error(self, error: DGCError, parameter: int | None) -> None:
         """Send a message that carries an error; make all other collectives that the other ranks make."""

@@ -137,8 +137,6 @@ class StepOptions:
         hyper: momentum, Nesterov and weight decay by parameter; None for those of the config.
         holds: whether the last bucket is sent only when the caller waits for the results. If so, an error that the
             caller meets before that is sent in the same step.
-        defers: whether sums of entries may stay unwritten. If so, the caller calls ``deferred()`` or
-            ``write_deferred()`` after ``finish()``.
         joins: flags of :class:`~dgc.core.message.Flags` if this rank takes part without data and submits zeros. A step
             in which every rank does so is undone.
         edited: whether the parameters were changed outside of the optimizer's ``step()``. All ranks are told.
@@ -146,7 +144,6 @@ class StepOptions:
 
     hyper: Hyper | None = None
     holds: bool = False
-    defers: bool = False
     joins: int = 0
     edited: bool = False
 

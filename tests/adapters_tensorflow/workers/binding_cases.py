@@ -74,7 +74,7 @@ def describe_says_what_happens():
     assert (before["step"], after["step"]) == (0, 1)
     assert before["density"] == 1.0
     assert abs(after["density"] - 0.1) < 1e-9
-    changing = ("step", "density", "exchange", "kernels", "updates")
+    changing = ("step", "density", "exchange", "kernels")
     assert {k: v for k, v in before.items() if k not in changing} == {
         k: v for k, v in after.items() if k not in changing
     }

@@ -93,7 +93,7 @@ def horovods_optimizer_equals_the_plain_step():
 
 @case
 def with_compressed_gradients():
-    options = dict(sparsity=0.9, min_numel=16, sparse_updates=False)  # gradients are compared
+    options = dict(sparsity=0.9, min_numel=16)
 
     def own(model, prefix):
         inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)

@@ -32,7 +32,7 @@ def results_have_the_gradients_type(way, dtype):
     dtype = TYPES[dtype]
     torch.manual_seed(0)
     model = nn.Linear(40, 60).to(dtype)
-    optimizer, compression = wrap(way, model, sgd(model, lr=0.05), sparsity=0.9, sparse_updates=False)
+    optimizer, compression = wrap(way, model, sgd(model, lr=0.05), sparsity=0.9)
     before = model.weight.detach().clone()
     for step in range(5):
         optimizer.zero_grad()

@@ -94,14 +94,6 @@ def the_optimizer_keeps_its_options_and_its_momentum():
 
 
 @case
-def another_model_with_plain_sgd_is_still_updated_by_entries():
-    """Such updates are refused where somebody's hook may look at whole gradients; this package's hooks do not."""
-    Run("dgc", adamw, **SPARSE).train(range(2))
-    other = Run("dgc", lambda model: torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.95).train(range(2))
-    assert other.compression.describe()["updates"] == "sparse"
-
-
-@case
 def with_adamw_updates_are_exchanged_unless_classic_options_are_given():
     chosen = {"steps": 10}
     for options, ahead in (
