@@ -97,7 +97,7 @@ class DenseEngine:
         self._group, self._divisor, self._half = job.members, job.size if average else 1, half
         self._buckets = _buckets_of(self.parameters)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
-        self.adoption = self.saved = self.updates = _Nothing()
+        self.adoption = self.saved = _Nothing()
         self._begin()
 
     def _begin(self) -> None:
@@ -174,13 +174,13 @@ class DenseEngine:
 
 
 class _Nothing:
-    """Takes the place of adoption, saved state and sparse updates: dense training leaves all to the optimizer."""
+    """Takes the place of adoption and saved state: dense training leaves all to the optimizer."""
 
     pending, has_velocity = Change(), False
 
     def _do_nothing(self, *_: object) -> None: ...
 
-    follow = hide = show = refuse_another = apply = _do_nothing
+    follow = hide = show = refuse_another = _do_nothing
 
 
 @contextlib.contextmanager

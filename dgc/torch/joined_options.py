@@ -18,14 +18,14 @@ def share_options(
     step: Step,
     adoption: Adoption,
     optimizer: torch.optim.Optimizer,
-    updates: bool,
+    update_follows: bool,
 ) -> bool:
     """Copy the optimizer's options from a rank that trains to the ranks that have joined. Collective.
 
-    Return the value of ``updates`` on the rank that trains.
+    Return the value of ``update_follows`` on the rank that trains.
     """
     with adoption.shown(optimizer):
-        rows = gather_values(transport, [updates, option_values(optimizer)])
+        rows = gather_values(transport, [update_follows, option_values(optimizer)])
         trains, options = rows[min(set(range(transport.size)) - set(step.joined))]
         if transport.rank in step.joined:
             set_option_values(optimizer, options)
