@@ -126,7 +126,8 @@ class StepAheadEngine(StepAheadBase):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients, and note edits outside of ``step()``. Horovod's ``step()`` causes this call twice."""
-        self._stepping = not broadcasting()  # Horovod steps an optimizer without state before it broadcasts the state
+        # Horovod steps an optimizer without state before it broadcasts the state.
+        self._stepping = bool(optimizer.state) or not broadcasting()
         if not self._stepping:
             self._kept = [(p, p.detach().clone()) for p in self.parameters]  # decay would move them
             return
