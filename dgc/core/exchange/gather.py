@@ -10,7 +10,6 @@ from typing_extensions import override
 from dgc.core.codecs import SmallCodec
 from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import Encoder
-from dgc.core.exchange.entries import add_up
 from dgc.core.exchange.plan import Plan
 from dgc.core.exchange.sizes import Setting, fits_inside
 from dgc.core.message import Form, Incoming
@@ -45,4 +44,4 @@ class Gather(Plan):
         for message in messages:
             with message.blamed():
                 decoded.append(self.encoder.decode(message.payload, message.count))
-        return add_up(self._bucket, decoded, results, factor, self._kernels)
+        return self._add_up(decoded, results, factor)

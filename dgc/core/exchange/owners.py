@@ -19,7 +19,6 @@ from dgc.core.collectives import Transport
 from dgc.core.compressors.base import SparseValues
 from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import TopKEncoder
-from dgc.core.exchange.entries import add_up
 from dgc.core.exchange.plan import Plan
 from dgc.core.exchange.sizes import Setting, gathering
 from dgc.core.exchange.step import Step
@@ -206,7 +205,7 @@ class Owners(Plan):
 
     @override
     def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
-        return add_up(self._bucket, [self.decode(message) for message in messages], results, factor, self._kernels)
+        return self._add_up([self.decode(message) for message in messages], results, factor)
 
     def decode(self, message: Incoming) -> SparseValues:
         """Read the sums that an owner has sent."""

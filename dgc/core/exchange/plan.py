@@ -19,7 +19,7 @@ from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import Encoder
 from dgc.core.exchange.sizes import Setting, gathering, reducing
 from dgc.core.exchange.step import Step
-from dgc.core.kernels.base import Kernels
+from dgc.core.kernels.base import Kernels, is_finite
 from dgc.core.message import Form, Incoming, Messages
 from dgc.core.state import BucketState
 from dgc.core.stripes import Stripes
@@ -162,6 +162,24 @@ class Plan(ABC):
             self._transport.allreduce(plain, "sum")
             self._step.stats.count_collective(plain.nbytes)
         return messages
+
+    def _add_up(self, decoded: Sequence[SparseValues | DenseValues], results: Sequence[Any], factor: float) -> bool:
+        """Write the sum of what the ranks have sent, in their order, times ``factor``; return whether it is finite."""
+        entries = [(each.positions, each.values) for each in decoded if isinstance(each, SparseValues)]
+        if entries:
+            from dgc.core.kernels import cpu  # this import loads Numba
+
+            positions, sums = cpu.add_up(entries, factor)
+            if finite := bool(np.isfinite(sums).all()):
+                self._kernels.set_entries(results, self._bucket.sparse_offsets, positions, sums)
+            return finite
+        for result in results:
+            result.fill(0)
+        for each in decoded:
+            assert isinstance(each, DenseValues), "a compressor always returns the same type"
+            for result, values in zip(results, each.values, strict=True):
+                result += values * result.dtype.type(factor)
+        return all(is_finite(result) for result in results)
 
     def _gather(self) -> list[Incoming]:
         self.is_out = True
