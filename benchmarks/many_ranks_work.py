@@ -71,7 +71,7 @@ def main() -> None:
     given = parser.parse_args()
     timed(Owners, "write_parts", "write_parts")
     timed(Owners, "add_up_parts", "add_up")
-    timed(BucketExchange, "_write", "apply")
+    timed(BucketExchange, "_add_up", "apply")
     rows = []
     for density in (0.001, 1 / 64, 0.05):
         for way in ("gather", "auto"):

@@ -57,6 +57,6 @@ def test_the_shown_lines_write_the_steps_figures(ranks):
     assert values["compression/residual_norm"] > 0
     assert logged == 3
     assert (figures["step"], figures["refused"], figures["bytes_sent"] > 0) == (0, False, True)
-    assert set(figures["seconds"]) == {"compress", "exchange", "apply", "wait"}
+    assert set(figures["seconds"]) == {"compress", "exchange", "apply", "wait", "write"}
     assert other[0][0], "the rank that asked for nothing trains alike"
     assert other[0][1] == []

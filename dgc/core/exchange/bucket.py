@@ -1,8 +1,9 @@
 """One bucket in a step: select entries, exchange them as the bucket's plan does, write the results, commit.
 
-The communication thread runs a step up to the results of sparsified tensors. The caller's thread writes the results of
-dense tensors, in :meth:`BucketExchange.finish`, when it knows whether all values of the step are finite: a refused step
-must not change their momentum.
+The communication thread runs a step up to the sums. The caller's thread writes the results, when the backward pass is
+over: they share the gradients' memory, which autograd may read until then. :meth:`BucketExchange.finish` writes those
+of dense tensors, when it is known whether all values of the step are finite: a refused step must not change their
+momentum.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class BucketExchange:
         joined = options.joins | Flags.EDITED * options.edited
         messages = self.plan.exchange(self._state, nonfinite=nonfinite, joined=joined, absent=absent)
         since = stats.lap("exchange", since)
-        self._write(messages)
+        self._add_up(messages)
         stats.lap("apply", since)
         self._count()
 
@@ -135,8 +136,8 @@ class BucketExchange:
         nonfinite |= packing is not None and packing()
         return nonfinite | (not plan.write(self._state))
 
-    def _write(self, messages: Sequence[Incoming]) -> None:
-        """Add up what the ranks have sent, and write the results of sparsified tensors."""
+    def _add_up(self, messages: Sequence[Incoming]) -> None:
+        """Add up what the ranks have sent."""
         plan = self.plan
         self.absent = [message.absent for message in messages]
         self.flagged_by = [message.sender for message in messages if message.nonfinite]
@@ -144,8 +145,7 @@ class BucketExchange:
         self.step.edited.update(message.sender for message in messages if message.edited)
         self.flagged = bool(self.flagged_by) | (not plan.add_up_dense(messages, self._factor))
         if plan.encoder.ks and not self.flagged:
-            results = self.step.submissions.results(self.bucket.sparse)
-            self.flagged = not plan.add_up(messages, results, self._factor * self.step.loss_scale)
+            self.flagged = not plan.add_up(messages, self._factor * self.step.loss_scale)
 
     def _work(self) -> list[SegmentWork]:
         """Return the kernels' work on each sparsified tensor of the bucket."""
@@ -177,13 +177,18 @@ class BucketExchange:
 
     # -- on the caller's thread ----------------------------------------------------------------------------------------
 
+    def write_results(self) -> None:
+        """Write the results of sparsified tensors, unless the bucket is flagged."""
+        if self.plan.encoder.ks and not self.flagged:
+            self.plan.write_results(self.step.submissions.results(self.bucket.sparse))
+
     def overflows(self) -> bool:
         """Return whether a result is too large for the narrower type that it is cast to; the same on every rank."""
         self.flagged = self.plan.vector.overflows(self.step, self._state.u)
         return self.flagged
 
     def finish(self, *, refused: bool, left_alone: Collection[int] = ()) -> None:
-        """Write the results of dense tensors. Unless the step is refused, remove what was sent from the residual.
+        """Write the results of dense tensors, and drop the gradients. Unless refused, take what was sent from v.
 
         If no rank has a gradient of a parameter (``left_alone``), its state is restored and its result is 0. In a
         refused step the flagged buckets' results become NaN, so that a GradScaler skips the step.

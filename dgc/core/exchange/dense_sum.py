@@ -6,7 +6,6 @@ At a high density the vector of selected entries, most of which are not 0, takes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from typing_extensions import override
 
@@ -15,7 +14,7 @@ from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import Encoder
 from dgc.core.exchange.plan import Plan
 from dgc.core.exchange.sizes import Setting
-from dgc.core.kernels.base import SegmentWork
+from dgc.core.kernels.base import Array, SegmentWork
 from dgc.core.message import Form, Incoming
 from dgc.core.state import BucketState
 
@@ -44,11 +43,14 @@ class DenseSum(Plan):
         return super().write(state)
 
     @override
-    def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
-        scale = self._step.loss_scale  # the vector was multiplied by the rest of ``factor``
+    def add_up(self, messages: Sequence[Incoming], factor: float) -> bool:
+        return True  # the vector is: add_up_dense() has found that
+
+    @override
+    def write_results(self, results: Sequence[Array]) -> None:
+        scale = self._step.loss_scale  # the vector was multiplied by the rest of the factor
         parts = [
             SegmentWork(offset=s.offset, length=s.length, scale=scale, result=result)
             for s, result in zip(self._bucket.sparse, results, strict=True)
         ]
         self._kernels.update(parts, self.vector.values)
-        return True

@@ -268,8 +268,11 @@ class Exchange:
             self.on_joined(step)
         since = time.perf_counter()
         with quiet():
-            refused = self._is_refused(step)
+            refused = any(bucket.flagged for bucket in self._buckets)
             try:
+                for bucket in self._buckets:
+                    bucket.write_results()
+                refused = self._is_refused(step)
                 self._end_buckets(step, refused=refused)
             except BaseException as error:
                 # Some buckets have ended the step, and others have not. End it here, too, so that no bucket commits it
@@ -280,13 +283,13 @@ class Exchange:
                     raise
                 raise as_dgc_error(error) from error
         self._count(step, refused=refused)
-        step.stats.lap("apply", since)
+        step.stats.lap("write", since)
         self.stats.record(step.stats, refused=refused)
         self.refused = refused
         return refused
 
     def _is_refused(self, step: Step) -> bool:
-        """Return whether the step is refused, as on all ranks. Nothing has changed if this fails."""
+        """Return whether the step is refused, as on all ranks."""
         flagged = [bucket for bucket in self._buckets if bucket.flagged]
         if not flagged and step.has_limits:
             flagged = [bucket for bucket in self._buckets if bucket.overflows()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from typing_extensions import override
 
@@ -39,9 +38,9 @@ class Gather(Plan):
         super().__init__(setting, encoder, vector, form, [codec] if codec else [])
 
     @override
-    def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
+    def add_up(self, messages: Sequence[Incoming], factor: float) -> bool:
         decoded = []
         for message in messages:
             with message.blamed():
                 decoded.append(self.encoder.decode(message.payload, message.count))
-        return self._add_up(decoded, results, factor)
+        return self._add_up(decoded, factor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -204,8 +203,8 @@ class Owners(Plan):
     # -- second phase: sums --------------------------------------------------------------------------------------------
 
     @override
-    def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
-        return self._add_up([self.decode(message) for message in messages], results, factor)
+    def add_up(self, messages: Sequence[Incoming], factor: float) -> bool:
+        return self._add_up([self.decode(message) for message in messages], factor)
 
     def decode(self, message: Incoming) -> SparseValues:
         """Read the sums that an owner has sent."""

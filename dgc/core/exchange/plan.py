@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from dgc.core.exchange.dense import DenseVector
 from dgc.core.exchange.encoders import Encoder
 from dgc.core.exchange.sizes import Setting, gathering, reducing
 from dgc.core.exchange.step import Step
-from dgc.core.kernels.base import Kernels, is_finite
+from dgc.core.kernels.base import Array, Kernels, is_finite
 from dgc.core.message import Form, Incoming, Messages
 from dgc.core.state import BucketState
 from dgc.core.stripes import Stripes
@@ -29,8 +29,9 @@ from dgc.errors import DGCError
 class Plan(ABC):
     """One way to exchange one bucket at one density.
 
-    A step calls ``begin``, ``prepare``, ``write``, ``exchange``, ``add_up_dense`` and ``add_up``, in this order; then
-    ``commit``, unless the step is dropped. If a rank fails before its message is out, it calls ``send_error`` instead.
+    A step calls ``begin``, ``prepare``, ``write``, ``exchange``, ``add_up_dense``, ``add_up`` and ``write_results``, in
+    this order; then ``commit``, unless the step is dropped. If a rank fails before its message is out, it calls
+    ``send_error`` instead.
 
     Attributes:
         way: the name of the way, for users.
@@ -55,6 +56,7 @@ class Plan(ABC):
     stripes: Stripes | None = None
     holds: Collection[str] = ()
     messages: Messages
+    _sums: SparseValues | DenseValues
     _step: Step
     _transport: Transport
     _kernels: Kernels
@@ -124,8 +126,8 @@ class Plan(ABC):
         return self.vector.average(factor)
 
     @abstractmethod
-    def add_up(self, messages: Sequence[Incoming], results: Sequence[Any], factor: float) -> bool:
-        """Write the sums of sparsified tensors over the ranks, times ``factor``; return whether they are finite."""
+    def add_up(self, messages: Sequence[Incoming], factor: float) -> bool:
+        """Add up what the ranks have sent of sparsified tensors, times ``factor``; return whether it is finite."""
 
     def send_error(self, error: DGCError, parameter: int | None) -> None:
         """Send a message that carries an error; make all other collectives that the other ranks make."""
@@ -134,6 +136,16 @@ class Plan(ABC):
         self._gather()
 
     # -- the end of a step, on the caller's thread -------------------------------------------------------------------
+
+    def write_results(self, results: Sequence[Array]) -> None:
+        """Write the sums of sparsified tensors. Until then, autograd may still read the gradients' memory."""
+        sums = self._sums
+        del self._sums
+        if isinstance(sums, SparseValues):
+            self._kernels.set_entries(results, self._bucket.sparse_offsets, sums.positions, sums.values)
+        else:
+            for result, values in zip(results, sums.values, strict=True):
+                result[...] = values
 
     @property
     def count(self) -> int:
@@ -163,23 +175,22 @@ class Plan(ABC):
             self._step.stats.count_collective(plain.nbytes)
         return messages
 
-    def _add_up(self, decoded: Sequence[SparseValues | DenseValues], results: Sequence[Any], factor: float) -> bool:
-        """Write the sum of what the ranks have sent, in their order, times ``factor``; return whether it is finite."""
+    def _add_up(self, decoded: Sequence[SparseValues | DenseValues], factor: float) -> bool:
+        """Keep the sum of what the ranks have sent, in their order, times ``factor``; return whether it is finite."""
         entries = [(each.positions, each.values) for each in decoded if isinstance(each, SparseValues)]
         if entries:
             from dgc.core.kernels import cpu  # this import loads Numba
 
-            positions, sums = cpu.add_up(entries, factor)
-            if finite := bool(np.isfinite(sums).all()):
-                self._kernels.set_entries(results, self._bucket.sparse_offsets, positions, sums)
-            return finite
-        for result in results:
-            result.fill(0)
+            self._sums = SparseValues(*cpu.add_up(entries, factor))
+            return is_finite(self._sums.values)
+        dtype = np.dtype(self._bucket.dtype).type
+        totals = [np.zeros(s.length, dtype) for s in self._bucket.sparse]
         for each in decoded:
             assert isinstance(each, DenseValues), "a compressor always returns the same type"
-            for result, values in zip(results, each.values, strict=True):
-                result += values * result.dtype.type(factor)
-        return all(is_finite(result) for result in results)
+            for total, values in zip(totals, each.values, strict=True):
+                total += values * dtype(factor)
+        self._sums = DenseValues(totals)
+        return all(map(is_finite, totals))
 
     def _gather(self) -> list[Incoming]:
         self.is_out = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _COUNTS = ("bytes_sent", "bytes_received", "dense_bytes", "entries_sent", "sparse_elements", "small_bytes")
-_SECONDS = {"compress": 0.0, "exchange": 0.0, "apply": 0.0, "wait": 0.0}
+_SECONDS = {"compress": 0.0, "exchange": 0.0, "apply": 0.0, "wait": 0.0, "write": 0.0}
 
 
 @dataclass
@@ -23,7 +23,8 @@ class StepStats:
         entries_sent: sparsified entries that this rank has selected.
         sparse_elements: elements of the sparsified tensors, counted in dense steps, too.
         small_bytes: the part of ``bytes_sent`` for tensors that were sent dense in a sparsified step.
-        seconds: by phase: "compress", "exchange" and "apply" on the communication thread, "wait" on the caller's.
+        seconds: by phase: "compress", "exchange" and "apply" (adding up) on the communication thread, "wait" and
+            "write" (the results) on the caller's.
     """
 
     bytes_sent: int = 0

@@ -1,6 +1,7 @@
 """On 2 real ranks: gradients of every type and in every kind of memory, sparse ones, and those of tied weights."""
 
 import copy
+import time
 
 import horovod.torch as hvd
 import torch
@@ -216,3 +217,51 @@ def sparse_as_dense_of_horovods_own_optimizer_is_refused():
     model = make_model()
     optimizer, _ = wrap("a", model, sgd(model), hvd_options={"sparse_as_dense": True})
     on_every_rank(dgc.ConfigError, "sparse_as_dense", lambda: train(optimizer, model, 1))
+
+
+# -- memory that autograd still reads ----------------------------------------------------------------------------------
+
+
+class Slow(torch.autograd.Function):
+    """Waits in the backward pass, until the exchange of the gradients that were ready before has ended."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.1)
+        return gradient.clone()
+
+
+class LowRank(nn.Module):
+    """w + a @ b. Where ``shares``, autograd makes w's gradient of the memory that it reads for a and b afterwards."""
+
+    def __init__(self, shares):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.w = (nn.Parameter(0.1 * torch.randn(*shape)) for shape in ((80, 8), (8, 80), (80, 80)))
+        self.shares = shares
+
+    def forward(self, x):
+        w = self.w if self.shares else self.w * 1
+        return x @ (Slow.apply(self.a @ self.b).view(-1) + w.view(-1)).view(80, 80)
+
+
+SENT = {"all": EXACT, "some": {"sparsity": 0.99}}
+
+
+@case(way="ab", sent=SENT)
+def results_are_not_written_while_autograd_reads_the_gradients(way, sent):
+    models = [LowRank(shares) for shares in (True, False)]
+    for model in models:
+        optimizer, compression = wrap(way, model, sgd(model), **SENT[sent], bucket_bytes=1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(
+                torch.randn(16, 80, generator=torch.Generator().manual_seed(9 * step + hvd.rank()))
+            ).square().mean().backward()
+            optimizer.step()
+        compression.close()
+    assert torch.equal(*map(flat, models))
