@@ -17,6 +17,6 @@ export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
     date -u +%Y-%m-%dT%H:%MZ
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
     "$python" -c "import horovod, torch, horovod.torch as hvd; print('horovod', horovod.__version__, 'torch', torch.__version__, 'nccl', bool(hvd.nccl_built()))"
-    "$python" -m horovod.runner.launch --gloo -np "${RANKS:-2}" "$python" tests/adapters_torch/workers/device_cases.py
+    "$python" -m horovod.runner.launch --gloo -np "${RANKS:-2}" "$python" tests/worker_tools.py tests/adapters_torch/workers/device_cases.py
 } 2>&1 | tee "$out/gpu-horovod.txt"
 exit "${PIPESTATUS[0]}"

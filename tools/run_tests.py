@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,13 +107,17 @@ def main() -> int:
     for report in OUTPUT.glob("*.xml"):
         report.unlink()
     running: list[subprocess.Popen[str]] = []
+    interrupted = threading.Event()
 
     def run(lane: str, runs: list[list[str]]) -> list[int]:
         statuses = []
         for number, each in enumerate(runs):
+            if interrupted.is_set():
+                break
             process = subprocess.Popen(
                 command(lane, number, [*each, *arguments]),
                 cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                errors="replace",
             )  # fmt: skip
             running.append(process)
             for line in process.stdout or ():
@@ -124,7 +129,8 @@ def main() -> int:
         running_lanes = [pool.submit(run, *lane) for lane in lanes(selection).items()]
         try:
             statuses = [status for each in running_lanes for status in each.result()]
-        except BaseException:
+        except BaseException:  # the pool waits for the lanes
+            interrupted.set()
             for process in running:
                 process.terminate()
             raise

@@ -134,7 +134,7 @@ class DenseEngine:
         with _failing_as_ours():
             bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
-    def finish(self, update_follows: bool = False) -> None:
+    def finish(self) -> None:
         """Wait for all sums, and write them into the gradients."""
         self.left_alone = set()
         for bucket in self._buckets:

@@ -93,7 +93,6 @@ class Engine(EngineBase):
         self.joins = 0
         self._pending: dict[int, Result | None] = {}  # results of this step's gradients; None: there is nothing to copy
         self._replicas_compared = False
-        self._update_follows = True
         self._delivered = False  # whether .grad may hold the latest step's results
         self.error: DGCError | None = None
         self.decay_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, values: values
@@ -158,17 +157,12 @@ class Engine(EngineBase):
             raise
         return result
 
-    def finish(self, update_follows: bool = False) -> None:
-        """Wait for all results of the step, and deliver them. Calling it again before the next step does nothing.
-
-        ``update_follows`` says that the optimizer uses the results before the script can see them. Ranks that have
-        joined then make this update, too.
-        """
+    def finish(self) -> None:
+        """Wait for all results of the step, and deliver them. Calling it again before the next step does nothing."""
         if self.error is not None:
             raise unraised(self.error)
         if not self.exchange.in_step:
             return
-        self._update_follows = update_follows
         try:
             for index in self.exchange.missing():  # Horovod does not hand over a sparse gradient
                 if (gradient := self.parameters[index].grad) is not None and gradient.is_sparse:
@@ -292,7 +286,7 @@ class Engine(EngineBase):
     def _share_options(self, step: Step) -> None:
         owner = self.front_end.owner
         assert owner is not None, "it has begun the step"
-        self.follows = share_options(self.between, step, self.adoption, owner, self._update_follows)
+        self.follows = share_options(self.between, step, self.adoption, owner, self.front_end.update_follows)
 
     # -- what .grad holds between two steps ----------------------------------------------------------------------------
 

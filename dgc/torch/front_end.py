@@ -7,7 +7,7 @@ A training step:
     backward()  Each gradient goes to Engine.submit.
                 DDP's hook: with the last bucket Engine.finish brings the results, before backward() returns.
     step()      FrontEnd.before_step: dgc's optimizer calls Engine.finish. The options that the compressor applies are
-                hidden, and results that were not written to .grad are applied.
+                hidden.
                 The optimizer's own step() updates the parameters. Horovod's calls Engine.finish first.
                 FrontEnd.after_step, also when step() raises: the options are shown again.
 
@@ -79,11 +79,12 @@ class FrontEnd:
         drives: whether this object submits gradients.
         holds: whether gradients are checked once more before the last bucket is sent.
         exclusive: whether wrapping another optimizer over the same parameters is an error.
+        update_follows: whether ``step()`` itself asked for the latest results, so that no script sees them before.
         rebuild: a text that says what the script must do after parameters were added or unfrozen.
     """
 
     rebuild = "build a new optimizer and wrap it"
-    drives = holds = exclusive = False
+    drives = holds = exclusive = update_follows = False
     _warned_of_change = False
     _sample: tuple[torch.Tensor, torch.Tensor] | None = None  # the smallest result's parameter, and some of its values
     _compared: Callable[[], bool] | None = None  # returns whether the latest sample was changed before step()
@@ -235,8 +236,8 @@ class FrontEnd:
         if self.update is not None and self.update.names_closure and self.only_makes_state(optimizer):
             # SGD makes its momentum buffers, of zeros. Torch's distributed checkpoints load only into such entries.
             self.engine.adoption.hide(optimizer, ("weight_decay",))
-            return
-        self.engine.adoption.hide(optimizer)
+        else:
+            self.engine.adoption.hide(optimizer)
 
     def keep_sample(self, results: Mapping[int, torch.Tensor]) -> None:
         """Copy some values of the smallest result, to notice on rank 0 whether the script changes a velocity."""

@@ -118,9 +118,8 @@ class HorovodFrontEnd(FrontEnd):
             _refuse_adasum(optimizer)
         return super().before_step(optimizer, closure, names_closure)
 
-    @property
-    def update_follows(self) -> bool:
-        """Whether Horovod's ``step()`` asks for the results, rather than a script, which may look at them."""
+    def is_asked_by_step(self) -> bool:
+        """Return whether Horovod's ``step()`` asks for the results, rather than a script, which may look at them."""
         if self.update is None or self.update.by_closure or not self.drives:
             return False
         return "synchronize" not in vars(self._optimizer)
@@ -272,11 +271,13 @@ class HorovodCompressor(CompressorBase[Engine]):
         if changed is not None:
             self.engine.fail(changed_gradient(self.engine, changed), changed)
         check_placeholder(reduced, op=self.config.op, size=self.engine.transport.size)
-        ends, follows = self.engine.exchange.in_step, front_end is not None and front_end.update_follows
-        self.engine.finish(follows)
+        ends = self.engine.exchange.in_step
+        if front_end is not None:
+            front_end.update_follows = front_end.is_asked_by_step()
+        self.engine.finish()
         if front_end is not None and ends:
             results, front_end.results = front_end.results, {}
-            front_end.keep_sample({} if follows else results)
+            front_end.keep_sample({} if front_end.update_follows else results)
         result: torch.Tensor = ctx
         return result
 

@@ -226,7 +226,8 @@ class OptimizerFrontEnd(FrontEnd):
             if i not in self._handed:
                 self._hand_over(i, p)
         self._require_unchanged()
-        engine.finish(update_follows)
+        self.update_follows = update_follows
+        engine.finish()
         for i, handed in self._handed.items():
             p = self._parameters[i]
             if i in engine.left_alone:

@@ -10,6 +10,7 @@ from models import (
     assert_replicas_identical,
     dense_reference,
     flat,
+    loss_of,
     make_model,
     on_every_rank,
     sgd,
@@ -265,3 +266,20 @@ def results_are_not_written_while_autograd_reads_the_gradients(way, sent):
             optimizer.step()
         compression.close()
     assert torch.equal(*map(flat, models))
+
+
+@case(way="ab")
+def gradients_in_a_buffer_of_the_script_get_their_results_there(way):
+    model = make_model()
+    expected = dense_reference(model, 4, lr=0.01, momentum=0.9)
+    optimizer, _ = wrap(way, model, sgd(model, lr=0.01), **EXACT)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    buffer = torch.zeros(sum(p.numel() for p in trained))
+    for p, part in zip(trained, buffer.split([p.numel() for p in trained]), strict=True):
+        p.grad = part.view_as(p)
+    for step in range(4):
+        buffer.zero_()
+        loss_of(model, step).backward()
+        optimizer.step()
+        assert all(p.grad.untyped_storage().data_ptr() == buffer.data_ptr() for p in trained)
+    assert worst_difference(model, expected) <= 1e-5
