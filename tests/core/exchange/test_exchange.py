@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from exchange_tools import (
     SHAPES,
-    dense_sgd,
     errors_of,
     gradients,
     on_ranks,
@@ -44,7 +43,7 @@ MOMENTA = [
 def test_sparsity_zero_is_dense_sgd(ranks, options, bucket_bytes, masking):
     """With the default options, too: momentum is masked where something else was sent and it is stale."""
     out = train(ranks, 20, sparsity=0.0, momentum_masking=masking, bucket_bytes=bucket_bytes, **options)
-    expected = dense_sgd(ranks, 20, **options)
+    expected = paper(ranks, {**options, "rampup_begin_step": 20}, 20)
     assert worst(out[0][0], expected) <= 1e-5
 
 
