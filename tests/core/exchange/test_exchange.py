@@ -47,7 +47,7 @@ def test_sparsity_zero_is_dense_sgd(ranks, options, bucket_bytes, masking):
     assert worst(out[0][0], expected) <= 1e-5
 
 
-@pytest.mark.parametrize("options", MOMENTA, ids=str)
+@pytest.mark.parametrize("options", [*MOMENTA, {"momentum": 0.9, "local_grad_clip_norm": 0.5}], ids=str)
 @pytest.mark.parametrize("masking", [True, False])
 def test_follows_the_paper_through_the_rampup(options, masking):
     options = {

@@ -143,6 +143,7 @@ def test_a_step_takes_few_launches_and_copies():
         f"dgc_{name}": 1 for name in ("sweep", "pack", "clear", "place", "update", "take_out")
     }
     assert found["wait"] == 2, "for the candidates, and for the dense tensors, which have come with them"
+    assert (found["launch"], found["fill"], found["to host"]) == (9, 3, 3)
     assert found["to device"] <= 6
 
 
