@@ -62,24 +62,29 @@ def conserving(way, **options):
     rows = on_plans(way, train, **options)
     for i, name in enumerate(SHAPES):
         given = sum(gradients(s, r, SHAPES)[i].astype(float) for s in range(3) for r in range(RANKS))
-        sent = RANKS * sum(results[i].astype(float) for results in rows[0][0])
+        share = 1 if options.get("op") == "sum" else RANKS
+        sent = share * sum(results[i].astype(float) for results in rows[0][0])
         np.testing.assert_allclose(sent + sum(held[name] for _, held, _ in rows), given, atol=2e-5)
         assert sent.any()
     return [exchange for *_, exchange in rows]
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-@pytest.mark.parametrize("values", ["float32", "float16", "int8", "int4", "int2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"values": values} for values in ("float32", "float16", "int8", "int4", "int2")),
+        *({"small": small} for small in ("float16", "int8", "int2")),
+        {"op": "sum"},
+        {"algorithm": "topk"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "make_kernels", [ReferenceKernels, NumbaKernels, pytest.param(fake_kernels, marks=needs_compiler)]
 )
-def test_what_was_given_was_sent_or_is_held(way, values, make_kernels):
-    conserving(way, values=values, kernels=make_kernels())
-
-
-@pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_topk_can_be_exchanged_in_all_ways(way):
-    conserving(way, algorithm="topk", values="float32")
+def test_what_was_given_was_sent_or_is_held(way, options, make_kernels):
+    conserving(way, kernels=make_kernels(), **options)
 
 
 @pytest.mark.parametrize("way", ["owners"], indirect=True)
