@@ -1,4 +1,4 @@
-"""The device kernels on a fake device: the CPU backend's thresholds, launches and waits."""
+"""The device kernels on a fake device: the CPU backend's thresholds, packing, limits, and failures."""
 
 import numpy as np
 import pytest
