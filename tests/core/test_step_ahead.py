@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dgc.core.compressors import make_config
+from dgc.core.exchange import choice
 from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.base import PIECE
 from dgc.core.layout import Parameter
@@ -29,6 +30,7 @@ class Ended:
     values: list
     ahead: list
     updates: list
+    ways: str
 
 
 def first_values():
@@ -73,9 +75,9 @@ def trained(ranks, late, *, average=False, **options):
         ahead.write(values)
         if average:
             ahead.average(values)
-        kept = [ahead.exchange.state.residual(i) if i < 2 else ahead.exchange.state.error(i) for i in range(3)]
-        kept = [np.array(each) if len(each) else 0 * v for each, v in zip(kept, values, strict=True)]
-        return Ended(ahead.shared, values, kept, total)
+        entries = ahead.exchange.state.to_dict()["parameters"].values()
+        kept = [entry.get("v", entry.get("error", 0 * v)) for entry, v in zip(entries, values, strict=True)]
+        return Ended(ahead.shared, values, kept, total, ahead.exchange.ways())
 
     return on_ranks(ranks, job, **options)
 
@@ -89,11 +91,18 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(params=SETTINGS)
+def options(request, monkeypatch):
+    if request.param == "owners":
+        monkeypatch.setattr(choice, "OWNERS_SHARE", math.inf)  # whatever they cost
+    return SETTINGS[request.param]
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
 def test_what_was_sent_and_what_is_left_add_up_to_the_updates(options, late):
     """Theta moves by the mean of what was sent, and the rest is a (for small tensors, the codec's error)."""
     ranks = trained(3, late, **options)
+    assert (ranks[0].ways == "owners") is (options is SETTINGS["owners"])
     for i, before in enumerate(first_values()):
         mean = np.mean([rank.updates[i] for rank in ranks], axis=0)
         left = np.mean([rank.ahead[i] for rank in ranks], axis=0)
@@ -101,7 +110,6 @@ def test_what_was_sent_and_what_is_left_add_up_to_the_updates(options, late):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
 def test_shared_values_are_the_same_bits_on_all_ranks(options, late):
     ranks = trained(3, late, **options)
     for other in ranks[1:]:
