@@ -30,6 +30,7 @@ def way(request, monkeypatch):
         return dealt if request.param == "owners" and dealt else Gather(setting, encoder)
 
     monkeypatch.setattr(choice, "cheapest", forced)
+    monkeypatch.setattr(owners, "SUMS_PER_ENTRY", 2)  # so that sums wait at their owners
     return request.param
 
 
@@ -84,7 +85,8 @@ def conserving(way, **options):
     "make_kernels", [ReferenceKernels, NumbaKernels, pytest.param(fake_kernels, marks=needs_compiler)]
 )
 def test_what_was_given_was_sent_or_is_held(way, options, make_kernels):
-    conserving(way, kernels=make_kernels(), **options)
+    for exchange in conserving(way, kernels=make_kernels(), **options):
+        assert all(state.w.any() for state in exchange.state.buckets) is (way == "owners")
 
 
 @pytest.mark.parametrize("way", ["owners"], indirect=True)
