@@ -63,57 +63,44 @@ def specs(shapes=None, dtype="float32"):
 
 
 def make_exchange(transport, case, *, shapes=None, dtype="float32", loss_scale=1.0, **options):
-    config = make_config({"min_numel": 64, **without_momentum(case), **options}, algorithm=case.name)
+    momentum = {"momentum": 0.0} if case.row.error_feedback else {}  # ``dgc`` would adopt one
+    config = make_config({"min_numel": 64, **momentum, **case.options, **options}, algorithm=case.name)
     layout = make_layout(specs(shapes, dtype), config)
     return Exchange(layout, config, transport, choose_kernels("cpu"), loss_scale=loss_scale)
-
-
-def without_momentum(case):
-    """The case's options, with ``dgc``, which would adopt a momentum, at none."""
-    return {**({"momentum": 0.0} if case.row.error_feedback else {}), **case.options}
 
 
 def gradients(step, rank, shapes=None, dtype="float32"):
     return exchange_tools.gradients(step, rank, shapes or SHAPES, dtype)
 
 
-def train(ranks, steps, case, *, shapes=None, dtype="float32", on_step=None, exchange_of=None, **options):
-    """Run steps on all ranks; returns for each rank (results of each step, exchange)."""
+def on_ranks(ranks, case, function, **options):
+    """Call ``function(exchange, rank)`` on each rank with an exchange of its own; returns what each rank returned."""
 
     def one_rank(transport):
-        make = exchange_of or make_exchange
-        exchange = make(transport, case, shapes=shapes, dtype=dtype, **options)
-        results = []
-        for step in range(steps):
-            given = gradients(step, transport.rank, shapes, dtype)
-            before = snapshot(exchange)
-            refused, got = run_step(exchange, given)
-            results.append(got)
-            if on_step:
-                on_step(transport.rank, step, exchange, given, got, before)
-            assert not refused
+        exchange = make_exchange(transport, case, **options)
+        found = function(exchange, transport.rank)
         exchange.close()
-        return results, exchange
+        return found
 
     return run_ranks(ranks, one_rank)
 
 
-def resumed(make, steps, at):
-    """Each of two ranks' results of every step; before the steps ``at`` a new exchange takes over the saved state."""
+def train(ranks, steps, case, *, shapes=None, dtype="float32", on_step=None, **options):
+    """Run steps on all ranks; returns for each rank (results of each step, exchange)."""
 
-    def one_rank(transport):
-        exchange, results = make(transport), []
+    def one_rank(exchange, rank):
+        results = []
         for step in range(steps):
-            if step in at:
-                saved = exchange.state_dict()
-                exchange.close()
-                exchange = make(transport)
-                exchange.load_state_dict(saved)
-            results.append(run_step(exchange, gradients(step, transport.rank))[1])
-        exchange.close()
-        return results
+            given = gradients(step, rank, shapes, dtype)
+            before = snapshot(exchange)
+            refused, got = run_step(exchange, given)
+            results.append(got)
+            if on_step:
+                on_step(rank, step, exchange, given, got, before)
+            assert not refused
+        return results, exchange
 
-    return run_ranks(2, one_rank)
+    return on_ranks(ranks, case, one_rank, shapes=shapes, dtype=dtype, **options)
 
 
 def snapshot(exchange):

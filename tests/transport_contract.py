@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -50,13 +51,6 @@ def ranks_inputs(size, length, dtype):
     """What every rank brings, known to all: widely spread values, so that each order of adding has other bits."""
     draws = [np.random.default_rng((length, rank)) for rank in range(size)]
     return [(draw.standard_normal(length) * 10.0 ** draw.integers(-6, 6, length)).astype(dtype) for draw in draws]
-
-
-def folded(inputs, op):
-    result = inputs[0].copy()
-    for part in inputs[1:]:
-        result = REDUCTIONS[op](result, part)
-    return result
 
 
 @case
@@ -111,7 +105,7 @@ def allreduce_is_right_and_the_same_on_every_rank(carrier):
                 array = inputs[carrier.rank].copy()
                 transport.allreduce(array, op)
                 if op == "max" or length in carrier.in_rank_order:
-                    assert array.tobytes() == folded(inputs, op).tobytes(), (dtype, length, op)
+                    assert array.tobytes() == reduce(REDUCTIONS[op], inputs).tobytes(), (dtype, length, op)
                     continue
                 exact = np.array(inputs, np.float64)
                 error, magnitude = np.abs(array - exact.sum(axis=0)), np.abs(exact).sum(axis=0)

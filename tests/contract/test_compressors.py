@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from contract_tools import (
     CASES,
-    SHAPES,
     Alone,
     Case,
     gradients,
     make_exchange,
+    on_ranks,
     payload_formula,
-    resumed,
     snapshot,
     specs,
     train,
@@ -22,7 +21,6 @@ from exchange_tools import run_step, same_results
 
 from dgc.core.compressors import compressor_names, make_config
 from dgc.errors import ConfigError, DGCError, WireError
-from dgc.transport.local import run_ranks
 
 every = pytest.mark.parametrize("case", CASES, ids=str)
 with_feedback = pytest.mark.parametrize("case", [c for c in CASES if c.row.error_feedback], ids=str)
@@ -33,12 +31,9 @@ LONE = {"weight": (64, 80)}
 @every
 def test_replicas_are_identical_and_something_is_sent(case):
     runs = train(3, 4, case)
-    for step in range(4):
-        for i in range(len(SHAPES)):
-            first = runs[0][0][step][i]
-            assert np.isfinite(first).all()
-            for results, _ in runs[1:]:
-                np.testing.assert_array_equal(results[step][i].view(np.int32), first.view(np.int32))
+    assert all(np.isfinite(result).all() for results in runs[0][0] for result in results)
+    for results, _ in runs[1:]:
+        same_results(runs[0][0], results)
     sparse = [i for i, p in enumerate(specs()) if len(p.shape) > 1]
     assert all(any(runs[0][0][s][i].any() for s in range(4)) for i in sparse)
 
@@ -101,9 +96,7 @@ def test_zeros_stay_zeros(case):
 @pytest.mark.parametrize("value", [0.0, 0.5, -0.25, 1e-30, -3e38])
 def test_one_element(case, value):
     alone = Alone(case, {"one": (1, 1)})
-    x = np.array([value], np.float32)
-    x = np.concatenate([x, np.zeros(alone.bucket.sparse_size - 1, np.float32)])
-    decoded = alone.roundtrip(x)
+    decoded = alone.roundtrip(alone.flat({"one": value}))
     assert np.isfinite(decoded).all()
     if case.row.unbiased or case.name in ("onebit", "dryden", "adacomp"):
         np.testing.assert_allclose(decoded[0], value, rtol=1e-6)
@@ -128,11 +121,10 @@ def test_a_constant(case):
 @every
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_value_that_is_not_finite_refuses_the_step_everywhere(case, bad):
-    def one_rank(transport):
-        exchange = make_exchange(transport, case)
-        run_step(exchange, gradients(0, transport.rank))
-        before, given = snapshot(exchange), gradients(1, transport.rank)
-        if transport.rank == 1:
+    def one_rank(exchange, rank):
+        run_step(exchange, gradients(0, rank))
+        before, given = snapshot(exchange), gradients(1, rank)
+        if rank == 1:
             given[2][17] = bad
         refused, got = run_step(exchange, [g.copy() for g in given])
         assert refused
@@ -147,25 +139,22 @@ def test_a_value_that_is_not_finite_refuses_the_step_everywhere(case, bad):
                 np.testing.assert_array_equal(after[i][1], before[i][1] + finite)
             else:
                 assert not after[i][1].any()
-        refused, got = run_step(exchange, gradients(2, transport.rank))
+        refused, got = run_step(exchange, gradients(2, rank))
         assert not refused
         assert all(np.isfinite(g).all() for g in got)
-        exchange.close()
         return got
 
-    first, second = run_ranks(2, one_rank)
-    for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a, b)
+    same_results(*([got] for got in on_ranks(2, case, one_rank)))
 
 
 @every
 def test_half_precision_gradients(case):
     (first, exchange), (second, _) = train(2, 2, case, dtype="float16")
     assert exchange.state.buckets[0].v.dtype == np.float32
-    for a, b in zip(first[-1], second[-1], strict=True):
-        assert a.dtype == np.float32
-        assert np.isfinite(a).all()
-        np.testing.assert_array_equal(a, b)
+    same_results(first, second)
+    for result in first[-1]:
+        assert result.dtype == np.float32
+        assert np.isfinite(result).all()
 
 
 @every
@@ -173,18 +162,21 @@ def test_float64_is_sent_densely_and_exactly(case):
     """Whatever the compressor, also with ``include``: the mean of the ranks' gradients, in float64."""
     (first, exchange), (second, _) = train(2, 2, case, dtype="float64", include="*")
     assert not any(bucket.sparse for bucket in exchange.layout.buckets)
-    for step, (a, b) in enumerate(zip(first, second, strict=True)):
+    same_results(first, second)
+    for step, results in enumerate(first):
         given = zip(gradients(step, 0, dtype="float64"), gradients(step, 1, dtype="float64"), strict=True)
-        for x, y, (g, h) in zip(a, b, given, strict=True):
-            assert x.dtype == np.float64
-            np.testing.assert_array_equal(x, (g + h) / 2)
-            np.testing.assert_array_equal(x, y)
+        same_results([results], [[(g + h) / 2 for g, h in given]])
 
 
 @every
 def test_a_saved_state_continues_as_if_nothing_had_happened(case):
-    resume = resumed(functools.partial(make_exchange, case=case), 5, (3,))
-    for (expected, _), found in zip(train(2, 5, case), resume, strict=True):
+    def one_rank(exchange, rank):
+        first = [run_step(exchange, gradients(step, rank))[1] for step in range(3)]
+        other = make_exchange(exchange.transport, case)
+        other.load_state_dict(exchange.state_dict())
+        return first + [run_step(other, gradients(step, rank))[1] for step in (3, 4)]
+
+    for (expected, _), found in zip(train(2, 5, case), on_ranks(2, case, one_rank), strict=True):
         same_results(expected, found)
 
 
@@ -215,14 +207,8 @@ def test_messages_are_as_long_as_the_formula_says(case):
     # With all entries sent, a dense sum is shorter.
     wanted = 4 * math.prod(shape) if case.options == {"sparsity": 0.0} else payload_formula(case, shape)
 
-    def one_rank(transport):
-        exchange = make_exchange(transport, case, shapes={"weight": shape})
-        g = (np.random.default_rng(transport.rank).standard_normal(shape) * 0.1).astype(np.float32).reshape(-1)
-        run_step(exchange, [g])
-        exchange.close()
-        return exchange.stats.last.bytes_sent
-
-    for sent in run_ranks(2, one_rank):
+    for _, exchange in train(2, 1, case, shapes={"weight": shape}):
+        sent = exchange.stats.last.bytes_sent
         assert abs(sent - 64 - wanted) <= 0.02 * wanted + 16
 
 
@@ -275,44 +261,38 @@ def test_a_rank_that_fails_tells_all_others(case, monkeypatch):
             raise MemoryError("no memory left")
         return encode(self, x, out, spec, info)
 
-    def one_rank(transport, when):
-        exchange = make_exchange(transport, case)
-        run_step(exchange, gradients(0, transport.rank))
-        before = snapshot(exchange)
-        given = gradients(1, transport.rank)
-        if transport.rank == 1 and when == "submitting":
+    def one_rank(exchange, rank, when):
+        run_step(exchange, gradients(0, rank))
+        before, given = snapshot(exchange), gradients(1, rank)
+        if rank == 1 and when == "submitting":
             given[-1] = np.ones(3, np.float32)
         with pytest.raises(DGCError, match="has 3 elements" if when == "submitting" else "no memory left"):
             run_step(exchange, given)
         for old, new in zip(before, snapshot(exchange), strict=True):
             assert np.isfinite(new[1]).all()
             assert old[1].shape == new[1].shape
-        exchange.close()
 
-    run_ranks(3, lambda transport: one_rank(transport, "submitting"))
+    on_ranks(3, case, functools.partial(one_rank, when="submitting"))
     if not case.row.is_plain_selection(make_config(case.options, algorithm=case.name)):  # which calls no method of it
         monkeypatch.setattr(case.row, "encode", broken)
-        run_ranks(3, lambda transport: one_rank(transport, "encoding"))
+        on_ranks(3, case, functools.partial(one_rank, when="encoding"))
 
 
 @every
 def test_before_the_ramp_up_everything_is_dense(case):
     runs = train(2, 3, case, rampup_begin_step=2)
     for step in range(2):
-        for i in range(len(SHAPES)):
-            mean = (gradients(step, 0)[i] + gradients(step, 1)[i]) / np.float32(2)
-            np.testing.assert_array_equal(runs[0][0][step][i], mean)
+        given = zip(gradients(step, 0), gradients(step, 1), strict=True)
+        same_results(runs[0][0][step : step + 1], [[(g + h) / np.float32(2) for g, h in given]])
 
 
 @every
 def test_clipping_bounds_what_a_rank_adds(case):
-    def one_rank(transport):
-        exchange = make_exchange(transport, case, shapes=LONE, local_grad_clip_norm=0.5)
+    def one_rank(exchange, rank):
         _, got = run_step(exchange, [np.full(64 * 80, 100.0, np.float32)])
-        exchange.close()
         return got[0], exchange.state.residual(0)
 
-    runs = run_ranks(2, one_rank)
+    runs = on_ranks(2, case, one_rank, shapes=LONE, local_grad_clip_norm=0.5)
     total = 2 * runs[0][0].astype(np.float64) + sum(v for _, v in runs)
     if case.row.error_feedback:
         assert np.linalg.norm(total) == pytest.approx(2 * 0.5 * np.sqrt(2), rel=1e-3)
@@ -322,14 +302,10 @@ def test_clipping_bounds_what_a_rank_adds(case):
 
 @every
 def test_a_loss_scale_is_divided_out_and_put_back(case):
-    def one_rank(transport, scale):
-        exchange = make_exchange(transport, case, loss_scale=scale)
-        scaled = [g * np.float32(scale) for g in gradients(0, transport.rank)]
-        _, got = run_step(exchange, scaled)
-        exchange.close()
-        return got
+    def one_rank(exchange, rank):
+        return run_step(exchange, [g * np.float32(exchange.loss_scale) for g in gradients(0, rank)])[1]
 
-    plain, scaled = (run_ranks(2, lambda t, s=s: one_rank(t, s))[0] for s in (1.0, 1024.0))
+    plain, scaled = (on_ranks(2, case, one_rank, loss_scale=scale)[0] for scale in (1.0, 1024.0))
     for a, b in zip(plain, scaled, strict=True):
         np.testing.assert_allclose(a * np.float32(1024), b, rtol=1e-5, atol=1e-7)
 
@@ -360,6 +336,7 @@ OUT_OF_RANGE = [
     ("qsgd", {"bits": 3}),
     ("qsgd", {"norm": "l1"}),
     ("qsgd", {"bucket_size": 0}),
+    ("qsgd", {"seed": -1}),
     ("terngrad", {"clip_factor": 0.0}),
     ("dorefa", {"bits": 0}),
     ("dorefa", {"bits": 9}),
@@ -371,7 +348,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize(("name", "options"), OUT_OF_RANGE, ids=str)
 def test_values_out_of_range_say_what_is_allowed(name, options):
     with pytest.raises(ConfigError, match=r"allowed|Choose one|must be in|give") as caught:
-        run_ranks(1, lambda t: make_exchange(t, Case(name, options)))
+        train(1, 1, Case(name, options))
     assert next(iter(options)) in str(caught.value)
 
 
@@ -418,21 +395,3 @@ def test_masking_clears_the_momentum_where_entries_were_sent(case):
                 np.testing.assert_array_equal(u[~sent], velocity[~sent])
 
     train(2, 2, case, on_step=look, momentum=0.9, momentum_masking=True)
-
-
-@pytest.mark.parametrize(
-    "case", [Case("topk", {"threshold": "global", "sparsity": 0.0}), Case("topk", {"sparsity": 0.0})], ids=str
-)
-def test_at_sparsity_0_nothing_is_coded(case):
-    def one_rank(transport):
-        exchange = make_exchange(transport, case, shapes={"weight": (50, 60)})
-        g = np.random.default_rng(transport.rank).standard_normal(3000).astype(np.float32)
-        run_step(exchange, [g])
-        norm = exchange.state.residual_norm()
-        exchange.close()
-        return norm, exchange.stats.last.bytes_sent
-
-    # A global threshold, estimated from a sample, may leave the very smallest entries for later.
-    for norm, sent in run_ranks(2, one_rank):
-        assert norm < 1e-2
-        assert sent >= 4 * 3000

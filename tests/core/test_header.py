@@ -68,11 +68,8 @@ def test_short_buffers_are_refused():
         (0, ord("X"), "b'XGCm'"),
         (3, 0, "no message of this package"),
         (4, 2, "version 2 came, version 1 was expected.*same release"),
-        (4, 0, "version 0 came"),
         (40, 64, "flags 0x40 came, known bits are 0x3f"),
-        (41, 0x80, "flags 0x8000 came"),
         (49, 1, "reserved bytes are not 0"),
-        (55, 255, "reserved bytes are not 0"),
     ],
 )
 def test_foreign_bytes_are_refused(offset, value, complaint):

@@ -95,15 +95,6 @@ def test_elias_fano_writes_the_bits_that_numpy_finds(bucket):
     np.testing.assert_array_equal(encoded(INDEX_CODECS["elias_fano"], positions, n).view(np.uint64), wanted)
 
 
-@pytest.mark.parametrize("width", range(18))
-def test_elias_fano_at_every_place_in_a_word(width):
-    codec = INDEX_CODECS["elias_fano"]
-    for k in range(1, 140):
-        n = k * 3 << max(width - 1, 0)
-        positions = np.sort(np.random.default_rng(k).choice(n, k, replace=False))
-        np.testing.assert_array_equal(codec.decode(encoded(codec, positions, n), n, k)[0], positions)
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 300_000), st.integers(0, 2**32), st.floats(0, 0.3))
 def test_uint16_writes_the_tiles_that_numpy_finds(n, seed, density):

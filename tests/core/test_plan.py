@@ -62,11 +62,6 @@ def test_small_tensors_are_coded_where_that_moves_fewer_bytes():
             assert plan.vector.is_inline is coded
 
 
-@pytest.mark.parametrize(("density", "ranks"), [(None, 2), (0.25, 32)])
-def test_small_tensors_are_never_coded_in_a_dense_step_or_sum(density, ranks):
-    assert not any(p.small_codecs for p in plans(density, ranks)[1])
-
-
 def test_what_a_user_named_stays_exact_beside_what_is_coded():
     layout, made = plans(0.001, 2, exclude=("*.conv1.bn.*", "fc.bias"))
     assert sum(len(b.small) for b in layout.buckets) < sum(len(b.dense) for b in layout.buckets)

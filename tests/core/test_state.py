@@ -69,14 +69,17 @@ def test_an_average_after_a_refused_first_sparsified_step_also_averages_momentum
             np.testing.assert_allclose(rows[0][2][name][key], mean, atol=1e-6)
 
 
-def test_an_average_forgets_the_thresholds_which_differ_between_ranks():
-    def average(exchange, rank):
+@pytest.mark.parametrize("renew", ["average", "reset"])
+def test_thresholds_are_forgotten_with_the_residuals_from_which_they_were_learnt(renew):
+    """After an average, they differ between ranks. After a reset, they would select too few entries."""
+
+    def forget(exchange, rank):
         for bucket in exchange.state.buckets:
             bucket.thresholds[...] = 1.0 + rank
-        exchange.average()
+        getattr(exchange, renew)()
         return np.concatenate([bucket.thresholds.ravel() for bucket in exchange.state.buckets])
 
-    for thresholds in on_ranks(2, average, sparsity=0.9):
+    for thresholds in on_ranks(2, forget, sparsity=0.9):
         assert thresholds.size
         assert np.isnan(thresholds).all()
 
@@ -126,6 +129,9 @@ BAD = {
     "inf in u": (lambda s: changed(s, DENSE, "u", spoiled(s["parameters"][DENSE]["u"], math.inf)), "not finite"),
     "text in u": (lambda s: changed(s, DENSE, "u", "much"), "not of numbers"),
     "ragged u": (lambda s: changed(s, DENSE, "u", [[1.0], [1.0, 2.0]]), "is not an array"),
+    "a NaN in error": (lambda s: changed(s, DENSE, "error", np.full(33, math.nan)), "error of .fc.bias.*33 values"),
+    "an error of other length": (lambda s: changed(s, DENSE, "error", np.zeros(32)), "saved error has shape"),
+    "text in error": (lambda s: changed(s, DENSE, "error", "text"), "saved error of 'fc.bias'"),
     "objects as threshold": (lambda s: changed(s, SPARSE, "threshold", [None, {}]), "threshold of 'fc.weight'"),
     "other length": (lambda s: changed(s, DENSE, "u", np.zeros(7)), "shape"),
     "no u": (lambda s: without(s, "parameters", DENSE, "u"), "no u of 'fc.bias'"),
@@ -157,7 +163,7 @@ def test_a_damaged_state_is_refused_before_anything_is_changed(name):
             for key, values in entry.items():
                 np.testing.assert_array_equal(after["parameters"][parameter][key], values)
 
-    on_ranks(2, steps, sparsity=0.9)
+    on_ranks(2, steps, sparsity=0.9, small="int8")
 
 
 @pytest.mark.parametrize("key", ["u", "v", "error"])
@@ -187,17 +193,3 @@ def test_a_state_in_float64_is_held_in_float64_where_the_parameter_is():
         return exchange.state.to_dict()["parameters"][DENSE]["u"][0]
 
     assert on_ranks(2, steps, dtype="float64", sparsity=0.9, momentum=0.9) == [1e300] * 2
-
-
-def test_a_reset_forgets_the_thresholds_too():
-    """Those of the run before would select too few entries of residuals that begin at 0 again."""
-
-    def reset(exchange, rank):
-        for bucket in exchange.state.buckets:
-            bucket.thresholds[...] = 1.0
-        exchange.reset()
-        return np.concatenate([bucket.thresholds.ravel() for bucket in exchange.state.buckets])
-
-    for fresh in on_ranks(2, reset, sparsity=0.9):
-        assert fresh.size
-        assert np.isnan(fresh).all()

@@ -2,10 +2,11 @@
 
 import errno
 import io
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -26,54 +27,35 @@ STATES = st.dictionaries(
 )
 
 
-def assert_same(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, np.ndarray):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert one.tobytes() == other.tobytes()
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    else:
-        assert one == other
+def content(state):
+    """What makes two states the same: types, the order of keys, and the bits of arrays."""
+    if isinstance(state, np.ndarray):
+        return state.dtype, state.shape, state.tobytes()
+    if isinstance(state, dict):
+        return dict, [(key, content(value)) for key, value in state.items()]
+    if isinstance(state, list):
+        return list, [content(value) for value in state]
+    return type(state), state
 
 
 @settings(max_examples=30)
 @given(state=STATES)
+@example(state={"u": [np.array([np.nan, -0.0, np.inf, 1e-45], np.float32)], "rate": float("inf")})
 def test_what_was_saved_is_read(state, tmp_path_factory):
     path = tmp_path_factory.mktemp("state") / "rank0.npz"
     save_state(path, state)
-    assert_same(load_state(path), state)
-
-
-def test_bits_that_compare_unequal_to_themselves_stay(tmp_path):
-    array = np.array([np.nan, -0.0, np.inf, 1e-45], np.float32)
-    save_state(tmp_path / "s", {"u": [array], "rate": float("inf")})
-    assert_same(load_state(tmp_path / "s"), {"u": [array], "rate": float("inf")})
+    assert content(load_state(path)) == content(state)
 
 
 def test_scalars_of_numpy_and_tuples_come_back_as_plain_values(tmp_path):
     save_state(tmp_path / "s", {"step": np.int64(3), "shapes": ((2, 3), ())})
-    assert_same(load_state(tmp_path / "s"), {"step": 3, "shapes": [[2, 3], []]})
+    assert content(load_state(tmp_path / "s")) == content({"step": 3, "shapes": [[2, 3], []]})
 
 
 def test_the_folder_is_made_and_the_name_kept(tmp_path):
     path = tmp_path / "a" / "b" / "rank 0"
     save_state(path, {})
     assert [file.name for file in path.parent.iterdir()] == ["rank 0"]
-
-
-def test_a_save_that_fails_leaves_the_file_before(tmp_path):
-    path = tmp_path / "s"
-    save_state(path, {"step": 1})
-    with pytest.raises(TypeError):
-        save_state(path, {"step": object()})
-    assert load_state(path) == {"step": 1}
 
 
 def of_numpy(save, *arguments, **arrays):
@@ -110,18 +92,12 @@ def test_a_missing_file_is_missing(tmp_path):
         load_state(tmp_path / "none")
 
 
-def full(*args, **kwargs):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("place", ["write", "flush"])
-def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, place):
+@pytest.mark.parametrize(("module", "function"), [("np", "savez"), ("os", "fsync")])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, module, function):
     path = tmp_path / "a.npz"
     save_state(path, {"step": 3})
-    if place == "write":
-        monkeypatch.setattr(state_file.np, "savez", full)
-    else:
-        monkeypatch.setattr(state_file.os, "fsync", full)
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(getattr(state_file, module), function, full)
     with pytest.raises(TransportError, match=r"a\.npz could not be written: No space left on device; what was saved"):
         save_state(path, {"step": 4})
     assert [p.name for p in path.parent.iterdir()] == ["a.npz"]

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 
 from dgc.core.compressors import make_config
+from dgc.core.exchange import choice
 from dgc.core.kernels import choose_kernels
 from dgc.core.kernels.base import PIECE
 from dgc.core.layout import Parameter
@@ -28,6 +30,7 @@ class Ended:
     values: list
     ahead: list
     updates: list
+    ways: str
 
 
 def first_values():
@@ -35,10 +38,20 @@ def first_values():
     return [rng.normal(size=math.prod(shape)).astype(np.float32) for shape in SHAPES.values()]
 
 
-def make(transport, *, rescales=False, rounding=lambda index: None, **options):
+def on_ranks(ranks, function, *, rescales=False, rounding=lambda rank, index: None, **options):
+    """Call ``function(ahead, values, rank)`` on each rank, which has started with these values; return the results."""
     config = make_config({"error_feedback": "step-ahead", **options})
     parameters = [Parameter(name, shape, "float32") for name, shape in SHAPES.items()]
-    return StepAhead(parameters, config, transport, choose_kernels("cpu"), rescales=rescales, rounding=rounding)
+
+    def job(transport):
+        given = {"rescales": rescales, "rounding": partial(rounding, transport.rank)}
+        ahead, values = StepAhead(parameters, config, transport, choose_kernels("cpu"), **given), first_values()
+        ahead.start(values)
+        found = function(ahead, values, transport.rank)
+        ahead.exchange.close()
+        return found
+
+    return run_ranks(ranks, job)
 
 
 def move(ahead, values, updates, *, late=False, **given):
@@ -50,24 +63,23 @@ def move(ahead, values, updates, *, late=False, **given):
     ahead.step(values, gradients, [0.0] * len(values), sent, sent, late=late, **given)
 
 
-def trained(transport, late=False, average=False, **options):
-    ahead, values = make(transport, **options), first_values()
-    ahead.start(values)
-    rng, total = np.random.default_rng(100 + transport.rank), [np.zeros_like(v) for v in values]
-    for _ in range(STEPS):
-        updates = [0.01 * rng.normal(size=v.size).astype(np.float32) for v in values]
-        move(ahead, values, updates, late=late)
-        for each, update in zip(total, updates, strict=True):
-            each += update
-    ahead.settle()
-    ahead.write(values)
-    if average:
-        ahead.average(values)
-    kept = [ahead.exchange.state.residual(i) if i < 2 else ahead.exchange.state.error(i) for i in range(3)]
-    kept = [np.array(each) if len(each) else 0 * v for each, v in zip(kept, values, strict=True)]
-    ended = Ended(ahead.shared, values, kept, total)
-    ahead.exchange.close()
-    return ended
+def trained(ranks, late, *, average=False, **options):
+    def job(ahead, values, rank):
+        rng, total = np.random.default_rng(100 + rank), [np.zeros_like(v) for v in values]
+        for _ in range(STEPS):
+            updates = [0.01 * rng.normal(size=v.size).astype(np.float32) for v in values]
+            move(ahead, values, updates, late=late)
+            for each, update in zip(total, updates, strict=True):
+                each += update
+        ahead.settle()
+        ahead.write(values)
+        if average:
+            ahead.average(values)
+        entries = ahead.exchange.state.to_dict()["parameters"].values()
+        kept = [entry.get("v", entry.get("error", 0 * v)) for entry, v in zip(entries, values, strict=True)]
+        return Ended(ahead.shared, values, kept, total, ahead.exchange.ways())
+
+    return on_ranks(ranks, job, **options)
 
 
 SETTINGS = {
@@ -79,11 +91,18 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(params=SETTINGS)
+def options(request, monkeypatch):
+    if request.param == "owners":
+        monkeypatch.setattr(choice, "OWNERS_SHARE", math.inf)  # whatever they cost
+    return SETTINGS[request.param]
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
 def test_what_was_sent_and_what_is_left_add_up_to_the_updates(options, late):
     """Theta moves by the mean of what was sent, and the rest is a (for small tensors, the codec's error)."""
-    ranks = run_ranks(3, lambda t: trained(t, late, **options))
+    ranks = trained(3, late, **options)
+    assert (ranks[0].ways == "owners") is (options is SETTINGS["owners"])
     for i, before in enumerate(first_values()):
         mean = np.mean([rank.updates[i] for rank in ranks], axis=0)
         left = np.mean([rank.ahead[i] for rank in ranks], axis=0)
@@ -91,16 +110,15 @@ def test_what_was_sent_and_what_is_left_add_up_to_the_updates(options, late):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
 def test_shared_values_are_the_same_bits_on_all_ranks(options, late):
-    ranks = run_ranks(3, lambda t: trained(t, late, **options))
+    ranks = trained(3, late, **options)
     for other in ranks[1:]:
         assert all(map(np.array_equal, ranks[0].shared, other.shared))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_a_rank_computes_with_the_shared_values_and_what_it_has_not_sent(late):
-    for rank in run_ranks(2, lambda t: trained(t, late, sparsity=0.95)):
+    for rank in trained(2, late, sparsity=0.95):
         for i in range(2):
             assert rank.ahead[i].any()
             np.testing.assert_array_equal(rank.values[i], rank.shared[i] + rank.ahead[i])
@@ -108,7 +126,7 @@ def test_a_rank_computes_with_the_shared_values_and_what_it_has_not_sent(late):
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_an_average_leaves_nothing_unsent(late):
-    ranks = run_ranks(3, lambda t: trained(t, late, average=True, sparsity=0.95))
+    ranks = trained(3, late, average=True, sparsity=0.95)
     for i, before in enumerate(first_values()):
         mean = np.mean([rank.updates[i] for rank in ranks], axis=0)
         np.testing.assert_allclose(ranks[0].values[i], before + mean, atol=2e-6)
@@ -119,48 +137,38 @@ def test_an_average_leaves_nothing_unsent(late):
 def test_late_contributions_of_other_ranks_arrive_one_step_later():
     """The only update is made by rank 1 in step 0."""
 
-    def job(transport):
-        ahead, values = make(transport, **EXACT), first_values()
-        ahead.start(values)
+    def job(ahead, values, rank):
         seen = []
         for step in range(2):
-            size = 1.0 if transport.rank == 1 and step == 0 else 0.0
+            size = 1.0 if rank == 1 and step == 0 else 0.0
             move(ahead, values, [np.full_like(v, size) for v in values], late=True)
             seen.append([float((v - first).mean()) for v, first in zip(values, first_values(), strict=True)])
         ahead.settle()
-        ahead.exchange.close()
         return seen
 
-    one, other = run_ranks(2, job)
+    one, other = on_ranks(2, job, **EXACT)
     np.testing.assert_allclose(one, [[0.0] * 3, [0.5] * 3], atol=1e-6)
     np.testing.assert_allclose(other, [[1.0] * 3, [0.5] * 3], atol=1e-6)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_an_update_that_is_not_finite_is_one_error_on_all_ranks(late):
-    def job(transport):
-        ahead, values = make(transport, sparsity=0.9), first_values()
-        ahead.start(values)
+    def job(ahead, values, rank):
         updates = [0.01 * v for v in values]
         move(ahead, values, updates, late=late)
-        updates[0][3] = np.nan if transport.rank == 1 else 0.0
+        updates[0][3] = np.nan if rank == 1 else 0.0
 
         def refused():
             move(ahead, values, updates, late=late)
             ahead.settle()
 
-        met = (
-            "rank 1 in the update of 'matrix'"
-            if transport.rank == 1
-            else "rank 1, whose own message names the parameter"
-        )
+        met = "rank 1 in the update of 'matrix'" if rank == 1 else "rank 1, whose own message names the parameter"
         with pytest.raises(ConfigError, match=met):
             refused()
         ahead.write(values)
-        ahead.exchange.close()
         return values, ahead.shared
 
-    ranks = run_ranks(2, job)
+    ranks = on_ranks(2, job, sparsity=0.9)
     assert all(np.isfinite(value).all() for values, _ in ranks for value in values)
     assert all(map(np.array_equal, ranks[0][1], ranks[1][1]))
 
@@ -168,22 +176,19 @@ def test_an_update_that_is_not_finite_is_one_error_on_all_ranks(late):
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("editing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 def test_parameters_that_a_script_changes_between_steps_are_averaged(editing, late):
-    def job(transport):
-        ahead, values = make(transport, sparsity=0.95, small="float32"), first_values()
-        ahead.start(values)
-        move(ahead, values, [0.01 * v * (1 + transport.rank) for v in values], late=late)
-        edited = transport.rank in editing
+    def job(ahead, values, rank):
+        move(ahead, values, [0.01 * v * (1 + rank) for v in values], late=late)
+        edited = rank in editing
         for value in values:
-            value += edited * (1.0 + transport.rank)
+            value += edited * (1.0 + rank)
         before = [value.copy() for value in values]
         move(ahead, values, [0.0 * v for v in values], edited=edited, late=late)
         ahead.settle()
         ahead.write(values)
         assert ahead.exchange.edited == set(editing)
-        ahead.exchange.close()
         return before, values
 
-    ranks = run_ranks(2, job)
+    ranks = on_ranks(2, job, sparsity=0.95, small="float32")
     for i in range(3):
         assert np.array_equal(ranks[0][1][i], ranks[1][1][i])
         if not late:
@@ -193,19 +198,16 @@ def test_parameters_that_a_script_changes_between_steps_are_averaged(editing, la
 @pytest.mark.parametrize("small", ["float32", "int3"])
 @pytest.mark.parametrize("editing", [(0, 1), (1,)], ids=["all ranks", "one rank"])
 def test_an_average_keeps_what_a_script_has_changed(editing, small):
-    def job(transport):
-        ahead, values = make(transport, sparsity=0.95, small=small), first_values()
-        ahead.start(values)
-        move(ahead, values, [0.01 * v * (1 + transport.rank) for v in values])
+    def job(ahead, values, rank):
+        move(ahead, values, [0.01 * v * (1 + rank) for v in values])
         for value in values:
-            value += (transport.rank in editing) * (1.0 + transport.rank)
+            value += (rank in editing) * (1.0 + rank)
         before = [value.copy() for value in values]
         ahead.average(values)
         assert not any(ahead.exchange.state.residual(i).any() for i in range(3))
-        ahead.exchange.close()
         return before, values
 
-    ranks = run_ranks(2, job)
+    ranks = on_ranks(2, job, sparsity=0.95, small=small)
     for i in range(3):
         assert np.array_equal(ranks[0][1][i], ranks[1][1][i])
         np.testing.assert_allclose(ranks[0][1][i], (ranks[0][0][i] + ranks[1][0][i]) / 2, atol=1e-5)
@@ -241,34 +243,27 @@ def test_the_noise_scale_is_the_ratio_of_the_squares_of_one_gradient_and_of_the_
         np.testing.assert_allclose(whole[150:], 1.0, rtol=1e-3)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_updates_of_adaptive_optimizers_are_scaled_and_their_weight_decay_is_not(ranks):
-    def job(transport):
-        ahead, values = make(transport, rescales=True, **EXACT), first_values()
-        groups = ahead.noise.groups
-        own = np.linspace(1.1, ranks, groups[-1].stop)  # squares of the factors
-        ahead.noise.load([[1.0] * len(own), own.tolist()])
-        ahead.start(values)
-        decay, before = 0.01, [value.copy() for value in values]
-        for value in values:
-            value += 0.5 - decay * value
-        ahead.step(values, [None] * 3, [decay] * 3, values, values)
-        ahead.exchange.close()
-        for value, first, group in zip(values, before, groups, strict=True):
-            length = value.size if ranks == 2 else PIECE  # on two ranks a tensor has one factor
-            factors = np.repeat(np.sqrt(own[group]), length)[: value.size]
-            np.testing.assert_allclose(value - first + decay * first, 0.5 * factors, rtol=1e-4)
-
-    run_ranks(ranks, job)
-
-
 def load_noise(ahead, ranks):
-    """Give each group another factor; return the factor of each element."""
+    """Start with another factor for each group; return the factor of each element."""
     groups = ahead.noise.groups
     squares = np.linspace(1.1, ranks, groups[-1].stop)
     ahead.load_noise([[1.0] * len(squares), squares.tolist()])
-    sizes = [value.size for value in first_values()]
+    ahead.start(first_values())
+    sizes = [value.size for value in first_values()]  # on two ranks, a tensor has one factor
     return [np.repeat(np.sqrt(squares[g]), n if ranks == 2 else PIECE)[:n] for g, n in zip(groups, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_updates_of_adaptive_optimizers_are_scaled_and_their_weight_decay_is_not(ranks):
+    def job(ahead, values, rank):
+        factors, decay = load_noise(ahead, ranks), 0.01
+        for value in values:
+            value += 0.5 - decay * value
+        ahead.step(values, [None] * 3, [decay] * 3, values, values)
+        for value, first, factor in zip(values, first_values(), factors, strict=True):
+            np.testing.assert_allclose(value - first + decay * first, 0.5 * factor, rtol=1e-4)
+
+    on_ranks(ranks, job, rescales=True, **EXACT)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
@@ -276,11 +271,8 @@ def load_noise(ahead, ranks):
 def test_with_many_ranks_a_rank_feels_its_own_update_and_sends_a_longer_one(ranks, late):
     """On two ranks it feels the longer one, too."""
 
-    def job(transport):
-        ahead, values = make(transport, rescales=True, sparsity=0.9, values="float32"), first_values()
-        factors = load_noise(ahead, ranks)
-        ahead.start(values)
-        rng = np.random.default_rng(transport.rank)
+    def job(ahead, values, rank):
+        factors, rng = load_noise(ahead, ranks), np.random.default_rng(rank)
         updates = [rng.normal(size=v.size).astype(np.float32) for v in values]
         longer = [factor * update for factor, update in zip(factors, updates, strict=True)]
         felt = longer if ranks == 2 else updates
@@ -301,10 +293,9 @@ def test_with_many_ranks_a_rank_feels_its_own_update_and_sends_a_longer_one(rank
         assert ahead.is_edited(values)
         before = [value.copy() for value in values]
         move(ahead, values, [0 * v for v in values], edited=True)
-        ahead.exchange.close()
         return before, values
 
-    ended = run_ranks(ranks, job)
+    ended = on_ranks(ranks, job, rescales=True, sparsity=0.9, values="float32")
     for i in range(3):  # after an edit, only the ranks' parameters count, and not what they have not sent
         mean = np.mean([before[i] for before, _ in ended], axis=0)
         for _, values in ended:
@@ -313,11 +304,9 @@ def test_with_many_ranks_a_rank_feels_its_own_update_and_sends_a_longer_one(rank
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_weights_that_all_ranks_load_are_there_at_once_and_stay(late):
-    def job(transport):
-        ahead, values = make(transport, rescales=True, sparsity=0.9), first_values()
+    def job(ahead, values, rank):
         load_noise(ahead, 4)
-        ahead.start(values)
-        rng = np.random.default_rng(transport.rank)
+        rng = np.random.default_rng(rank)
         for _ in range(2):
             move(ahead, values, [rng.normal(size=v.size).astype(np.float32) for v in values], late=late)
         ahead.settle()  # late contributions of other ranks would be added to what is loaded
@@ -330,25 +319,21 @@ def test_weights_that_all_ranks_load_are_there_at_once_and_stay(late):
             assert not ahead.is_edited(values)
             seen += [value.copy() for value in values]
         ahead.settle()
-        ahead.exchange.close()
         return seen
 
-    for seen in run_ranks(4, job):
+    for seen in on_ranks(4, job, rescales=True, sparsity=0.9):
         for values in seen:
             np.testing.assert_allclose(values, 7.0, atol=1e-5)
 
 
 def test_a_step_of_sgd_beside_adaptive_ones_is_felt_as_it_is():
-    def job(transport):
-        ahead, values = make(transport, rescales=True, sparsity=0.9, values="float32"), first_values()
+    def job(ahead, values, rank):
         load_noise(ahead, 4)
-        ahead.start(values)
         move(ahead, values, [np.ones_like(v) for v in values], rescales=False)
-        ahead.exchange.close()
         for value, first in zip(values, first_values(), strict=True):
             np.testing.assert_allclose(value, first + 1.0, atol=1e-5)
 
-    run_ranks(4, job)
+    on_ranks(4, job, rescales=True, sparsity=0.9, values="float32")
 
 
 class NoMemory(np.ndarray):
@@ -363,18 +348,16 @@ class NoMemory(np.ndarray):
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("where", ["update", "noise scale"])
 def test_an_error_of_one_rank_within_a_step_reaches_all_ranks(where, late):
-    def job(transport):
-        fails = []
+    fails = []
 
-        def rounding(index):
-            if fails and where == "update" and index == 1:
-                raise MemoryError("no memory")
+    def rounding(rank, index):
+        if rank in fails and where == "update" and index == 1:
+            raise MemoryError("no memory")
 
-        ahead, values = make(transport, rescales=True, rounding=rounding, sparsity=0.95), first_values()
-        ahead.start(values)
+    def job(ahead, values, rank):
         move(ahead, values, [0.01 * v for v in values], late=late)
-        fails += [True] * transport.rank
-        bad = transport.rank and where == "noise scale"
+        fails.extend([1] * rank)
+        bad = rank and where == "noise scale"
         gradients = [v.view(NoMemory) if bad else v for v in values]
 
         def fail():
@@ -383,29 +366,25 @@ def test_an_error_of_one_rank_within_a_step_reaches_all_ranks(where, late):
 
         with pytest.raises(RemoteError, match="rank 1 failed in step 1: MemoryError: no memory"):
             fail()
-        ahead.exchange.close()
         return ahead.shared
 
-    ranks = run_ranks(2, job, timeout=20)
+    ranks = on_ranks(2, job, rescales=True, rounding=rounding, sparsity=0.95)
     assert all(map(np.array_equal, *ranks))
 
 
 def test_parameters_that_are_cast_later_do_not_count_as_edited():
-    def job(transport):
-        halves = []
+    halves = []
 
-        def rounding(index):
-            return (lambda values: values.astype(np.float16).astype(np.float32)) if halves else None
+    def half(values):
+        return values.astype(np.float16).astype(np.float32)
 
-        ahead, values = make(transport, rounding=rounding, sparsity=0.95), first_values()
-        ahead.start(values)
+    def job(ahead, values, rank):
         move(ahead, values, [0.01 * v for v in values])
         assert not ahead.is_edited(values)
-        halves.append(True)
-        cast = [p.astype(np.float16).astype(np.float32) for p in values]
+        halves.append(rank)
+        cast = [half(p) for p in values]
         assert not ahead.is_edited(cast)
         cast[0][5] += 1
         assert [tensor.is_edited(p) for tensor, p in zip(ahead.tensors, cast, strict=True)] == [True, False, False]
-        ahead.exchange.close()
 
-    run_ranks(2, job, timeout=20)
+    on_ranks(2, job, rounding=lambda rank, _: half if rank in halves else None, sparsity=0.95)

@@ -1,10 +1,7 @@
-"""What all transports demand of their arrays, and the one order in which ranks are summed."""
+"""What all transports demand of their arrays."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from dgc.core.collectives import BYTE_LIMIT, check_allgather, check_allreduce, check_alltoall, reduce_in_rank_order
 from dgc.errors import TransportError
@@ -76,30 +73,6 @@ def test_the_last_size_below_the_limit():
     with pytest.raises(TransportError, match="below 2 GiB, got 2147483648 bytes: use smaller buckets"):
         check_allreduce(array.view(np.float32), "sum")
     check_allreduce(array.view(np.float32)[:-1], "sum")
-
-
-@given(hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(0, 4)), elements=st.floats(width=32)))
-def test_ranks_are_folded_from_0_upwards(parts):
-    with np.errstate(over="ignore", invalid="ignore"):
-        expected = parts[0].copy()
-        for part in parts[1:]:
-            expected = expected + part
-    for given_parts in (parts, list(parts)):
-        out = np.full(parts.shape[1], 7, np.float32)
-        reduce_in_rank_order(given_parts, "sum", out)
-        np.testing.assert_array_equal(out, expected)
-    first = parts.copy()
-    reduce_in_rank_order(first, "sum", first[0])
-    np.testing.assert_array_equal(first[0], expected)
-    np.testing.assert_array_equal(first[1:], parts[1:])
-
-
-@pytest.mark.parametrize("place", range(3))
-def test_a_maximum_keeps_a_nan_of_any_rank(place):
-    parts, out = np.ones((3, 1), np.float32), np.empty(1, np.float32)
-    parts[place] = np.nan
-    reduce_in_rank_order(parts, "max", out)
-    assert np.isnan(out)
 
 
 def test_an_overflow_warns_nobody(recwarn):

@@ -36,15 +36,6 @@ def test_each_node_deals_one_message():
     run_ranks(5, rank)
 
 
-def test_another_message_to_deal_within_a_node_is_an_error_of_every_rank():
-    def rank(transport):
-        over = HierarchicalTransport(transport, [0, 0, 2, 2])
-        with pytest.raises(TransportError, match=r"rank 3 has another message than the first rank of its node"):
-            over.alltoall(np.full((2, 5), transport.rank == 3, np.uint8), np.zeros((2, 5), np.uint8))
-
-    run_ranks(4, rank)
-
-
 def test_a_sum_counts_each_node_once_and_a_maximum_every_rank():
     def rank(transport):
         over = HierarchicalTransport(transport, [0, 0, 2])
@@ -59,13 +50,15 @@ def test_a_sum_counts_each_node_once_and_a_maximum_every_rank():
 
 
 @pytest.mark.parametrize(("who", "node", "longer"), [(3, 1, 0), (1, 0, 1)])
-def test_another_message_within_a_node_is_an_error_of_every_rank(who, node, longer):
+@pytest.mark.parametrize("collective", ["allgather", "alltoall"])
+def test_another_message_within_a_node_is_an_error_of_every_rank(collective, who, node, longer):
     def rank(transport):
         over = HierarchicalTransport(transport, [0, 0, 2, 2])
         size = 9 + longer * (transport.rank == who)
+        message = np.full((2, size), transport.rank == who, np.uint8)
         text = rf"rank {who} has another message than the first rank of its node \({node}\)"
         with pytest.raises(TransportError, match=text):
-            over.allgather(np.full(size, transport.rank == who, np.uint8), np.zeros((2, size), np.uint8))
+            getattr(over, collective)(message[0] if collective == "allgather" else message, np.zeros_like(message))
 
     run_ranks(4, rank)
 
@@ -138,10 +131,6 @@ def test_nodes_that_come_with_messages_of_other_sizes_are_told():
     run_ranks(2, rank)
 
 
-def test_one_process_is_no_node():
-    assert over([0], True) == over([0], 4) == [None]
-
-
 def test_what_the_core_asks_of_a_transport():
     def rank(transport):
         assert transport.inside is None
@@ -178,6 +167,7 @@ def over(machines, hierarchical):
 
 def test_nodes_are_machines_or_groups_of_neighbours():
     assert over([0, 0, 2, 2], False) == [None] * 4
+    assert over([0], True) == over([0], 4) == [None]
     assert over([0, 0, 2, 2], True) == [2] * 4
     assert over([0, 0, 2, 2], "auto") == [2] * 4
     assert over([0, 0, 0, 3], "auto") == [2] * 4

@@ -39,7 +39,6 @@ import horovod.torch as hvd
 hvd.init()
 import numpy as np
 import dgc.transport.mpi as mpi
-import dgc.transport.mpi as mpi_exit
 from dgc.errors import TransportError
 from mpi4py import MPI
 from worker_tools import report
@@ -56,14 +55,14 @@ class Late:
             if MPI.Is_finalized():
                 report("MPI was finalized before it was called")
                 sys.exit()
-            if mpi_exit._leaving.is_set():
+            if mpi._leaving.is_set():
                 last = min(last, time.monotonic() + 0.2)
             time.sleep(0.01)
         return False
 
 transport = mpi.MPITransport()
 if hvd.rank() == 1:
-    mpi_exit.waiting().__enter__()  # failed, so it bids nobody farewell
+    mpi.waiting().__enter__()  # failed, so it bids nobody farewell
     while not inside.exists():
         time.sleep(0.01)
     sys.exit()

@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from documented import own_names
 from exchange_tools import parameters
 
 from dgc.core import compressors
-from dgc.core.compressors import compressor_class, compressor_names, make_config
+from dgc.core.compressors import make_config
 from dgc.core.compressors.quantizers import Onebit, Qsgd
 from dgc.core.compressors.sparsifiers import Topk
 from dgc.core.exchange.choice import make_plans
@@ -19,38 +20,23 @@ from dgc.errors import ConfigError, LayoutError
 TRANSPORT = SimpleNamespace(rank=0, size=2, name="none", has_alltoall=False)
 
 
-def encoders(config, specs=None, kernels=None):
+def encoders(config, specs=None):
     layout = make_layout(specs or parameters(), config)
-    made = [
-        plans[1.0 - config.sparsities[-1]]
-        for plans in make_plans(layout, config, kernels or ReferenceKernels(), TRANSPORT)
-    ]
-    return layout, [plan.encoder for plan in made if plan.encoder.ks]
-
-
-@pytest.mark.parametrize("name", compressor_names())
-def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm(name):
-    config = make_config({"min_numel": 64}, algorithm=name)
-    _, found = encoders(config)
-    plain = compressor_class(name).is_plain_selection(config)
-    assert {type(encoder) for encoder in found} == {TopKEncoder if plain else AlgorithmEncoder}
+    made = [plans[1.0 - config.sparsities[-1]] for plans in make_plans(layout, config, ReferenceKernels(), TRANSPORT)]
+    return [plan.encoder for plan in made if plan.encoder.ks]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "there"),
+    ("name", "options", "plain"),
     [
-        ("dgc", {}, True),
-        ("topk", {}, True),
+        *((name, {}, name in ("dgc", "topk")) for name in own_names()),
         ("topk", {"threshold": "global"}, False),
-        ("qsgd", {}, False),
-        ("onebit", {}, False),
-        ("strom", {}, False),
-        ("dryden", {}, False),
-        ("adacomp", {}, False),
     ],
 )
-def test_what_kernels_select(name, options, there):
-    assert kernels_select(make_config(options, algorithm=name)) is there
+def test_a_plain_selection_has_the_encoder_that_masks_and_others_their_algorithm(name, options, plain):
+    config = make_config({"min_numel": 64, **options}, algorithm=name)
+    assert kernels_select(config) is plain
+    assert {type(encoder) for encoder in encoders(config)} == {TopKEncoder if plain else AlgorithmEncoder}
 
 
 def test_an_algorithm_refuses_the_kernels_of_a_device():
@@ -91,4 +77,4 @@ def test_a_users_own_encoding_is_not_replaced_by_ours(base, monkeypatch):
         config = make_config({"min_numel": 64}, algorithm=row.name)
         assert kernels_select(config) is (base is Topk and not changed)
         expected = AlgorithmEncoder if changed or base is not Topk else TopKEncoder
-        assert {type(encoder) for encoder in encoders(config)[1]} == {expected}
+        assert {type(encoder) for encoder in encoders(config)} == {expected}

@@ -8,8 +8,10 @@ from fake_device import fake_kernels, needs_compiler
 from dgc.core.exchange import choice, owners
 from dgc.core.exchange.dense_sum import DenseSum
 from dgc.core.exchange.gather import Gather
+from dgc.core.exchange.step import StepOptions
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
+from dgc.core.message import Flags
 from dgc.errors import DGCError, LayoutError
 
 RANKS = 3
@@ -28,6 +30,7 @@ def way(request, monkeypatch):
         return dealt if request.param == "owners" and dealt else Gather(setting, encoder)
 
     monkeypatch.setattr(choice, "cheapest", forced)
+    monkeypatch.setattr(owners, "SUMS_PER_ENTRY", 2)  # so that sums wait at their owners
     return request.param
 
 
@@ -50,22 +53,49 @@ def step(exchange, rank, number):
     return run_step(exchange, gradients(number, rank, SHAPES))[1]
 
 
+def conserving(way, **options):
+    """Train, and check that what was given was sent or is held; return the ranks' exchanges."""
+
+    def train(exchange, rank):
+        sent = [step(exchange, rank, number) for number in range(3)]
+        return sent, unsent(exchange), exchange
+
+    rows = on_plans(way, train, **options)
+    for i, name in enumerate(SHAPES):
+        given = sum(gradients(s, r, SHAPES)[i].astype(float) for s in range(3) for r in range(RANKS))
+        share = 1 if options.get("op") == "sum" else RANKS
+        sent = share * sum(results[i].astype(float) for results in rows[0][0])
+        np.testing.assert_allclose(sent + sum(held[name] for _, held, _ in rows), given, atol=2e-5)
+        assert sent.any()
+    return [exchange for *_, exchange in rows]
+
+
 @pytest.mark.parametrize("way", WAYS, indirect=True)
-@pytest.mark.parametrize("values", ["float32", "float16", "int8", "int4", "int2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"values": values} for values in ("float32", "float16", "int8", "int4", "int2")),
+        *({"small": small} for small in ("float16", "int8", "int2")),
+        {"op": "sum"},
+        {"algorithm": "topk"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "make_kernels", [ReferenceKernels, NumbaKernels, pytest.param(fake_kernels, marks=needs_compiler)]
 )
-def test_what_was_given_was_sent_or_is_held(way, values, make_kernels):
-    def train(exchange, rank):
-        sent = [step(exchange, rank, number) for number in range(3)]
-        return sent, unsent(exchange)
+def test_what_was_given_was_sent_or_is_held(way, options, make_kernels):
+    for exchange in conserving(way, kernels=make_kernels(), **options):
+        assert all(state.w.any() for state in exchange.state.buckets) is (way == "owners")
 
-    rows = on_plans(way, train, values=values, kernels=make_kernels())
-    for i, name in enumerate(SHAPES):
-        given = sum(gradients(s, r, SHAPES)[i].astype(float) for s in range(3) for r in range(RANKS))
-        sent = RANKS * sum(results[i].astype(float) for results in rows[0][0])
-        np.testing.assert_allclose(sent + sum(held[name] for _, held in rows), given, atol=2e-5)
-        assert sent.any()
+
+@pytest.mark.parametrize("way", ["owners"], indirect=True)
+def test_entries_that_do_not_fit_a_part_are_held(way, monkeypatch):
+    monkeypatch.setattr(owners, "PART_MARGIN", -4.0)
+    for exchange in conserving(way):
+        plans = [bucket.plan for bucket in exchange._buckets]
+        room, selected = RANKS * sum(plan.capacity for plan in plans), sum(sum(plan.encoder.ks) for plan in plans)
+        assert exchange.stats.last.entries_sent <= room < selected
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
@@ -86,13 +116,14 @@ def test_replicas_are_equal_and_a_loaded_run_goes_on_bit_for_bit(way):
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("spoiled", ["a", "small"])
 @pytest.mark.filterwarnings("ignore:NaN, infinity")
-def test_a_dropped_step_changes_what_is_held_by_its_gradients_only(way):
+def test_a_dropped_step_changes_what_is_held_by_its_gradients_only(way, spoiled):
     def train(exchange, rank):
         step(exchange, rank, 0)
         before, given = unsent(exchange), gradients(1, rank, SHAPES)
         if rank == 1:
-            given[0][5] = np.nan
+            given[list(SHAPES).index(spoiled)][5] = np.nan
         assert run_step(exchange, given)[0]
         after = unsent(exchange)
         for (name, old), g in zip(before.items(), given, strict=True):
@@ -100,6 +131,20 @@ def test_a_dropped_step_changes_what_is_held_by_its_gradients_only(way):
             np.testing.assert_allclose(after[name], old + added, atol=1e-6)
 
     on_plans(way, train)
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("make_kernels", [NumbaKernels, pytest.param(fake_kernels, marks=needs_compiler)])
+def test_a_step_in_which_every_rank_has_joined_is_undone(way, make_kernels):
+    def train(exchange, rank):
+        for number in range(2):
+            step(exchange, rank, number)
+        before, zeros = exchange.state_dict(), [np.zeros_like(g) for g in gradients(0, rank, SHAPES)]
+        run_step(exchange, zeros, options=StepOptions(joins=Flags.JOINED))
+        assert set(exchange.joined) == set(range(RANKS))
+        np.testing.assert_equal(exchange.state_dict(), before)
+
+    on_plans(way, train, momentum=0.9, values="int8", kernels=make_kernels())
 
 
 @pytest.mark.parametrize("way", WAYS, indirect=True)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_tools import FLAGS, KINDS, LENGTHS, as_type, bits, check_selection, entries, offsets_of
 
+from dgc.core.kernels import device as device_module
 from dgc.core.kernels.base import MomentumRule, SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
 from dgc.core.kernels.reference import ReferenceKernels
@@ -32,9 +33,12 @@ class Backend:
 
 @pytest.fixture(scope="module", params=["1 thread", "2 threads", pytest.param("device", marks=needs_compiler)])
 def backend(request):
-    if request.param == "device":
-        return Backend(fake_kernels(), lambda array: None if array is None else device(array))
-    return Backend(NumbaKernels(int(request.param[0])), lambda array: array)
+    if request.param != "device":
+        yield Backend(NumbaKernels(int(request.param[0])), lambda array: array)
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(device_module, "SQUARED_AT_ONCE", 4096)
+        yield Backend(fake_kernels(), lambda array: None if array is None else device(array))
 
 
 @pytest.fixture(autouse=True)

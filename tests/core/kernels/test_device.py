@@ -1,4 +1,4 @@
-"""The device kernels on a fake device: the CPU backend's thresholds, launches and waits."""
+"""The device kernels on a fake device: the CPU backend's thresholds, packing, limits, and failures."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,9 @@ from fake_device import counts, device, fake_kernels, host, needs_compiler
 from kernel_tools import Bucket, as_type, assert_same_selection, entries, same_bits
 
 from dgc.core.kernels import _try_out as try_out
-from dgc.core.kernels import device as device_module
 from dgc.core.kernels import threshold as rules
 from dgc.core.kernels.base import SegmentWork
 from dgc.core.kernels.cpu import NumbaKernels
-from dgc.core.kernels.reference import ReferenceKernels
 from dgc.core.kernels.threshold import new_thresholds
 
 pytestmark = needs_compiler
@@ -124,46 +122,6 @@ def test_results_beyond_their_limit_are_found_before_and_after_they_are_written(
     assert kernels.exceeds([], vector, mine, []) is False
 
 
-def test_sums_of_squares_equal_the_reference(monkeypatch):
-    monkeypatch.setattr(device_module, "SQUARED_AT_ONCE", 4096)
-    rng = np.random.default_rng(0)
-    sizes = ((1, "float32"), (4096, "float16"), (10001, "float32"), (0, "float32"), (77, "float64"), (500, "bfloat16"))
-    gradients = [as_type(rng.standard_normal(n), kind) for n, kind in sizes]
-    gradients[2][7] = np.inf
-    kernels = fake_kernels()
-    np.testing.assert_allclose(
-        kernels.sums_of_squares([device(g) for g in gradients]),
-        ReferenceKernels().sums_of_squares(gradients),
-        rtol=1e-12,
-    )
-    assert kernels.sums_of_squares([]).size == 0
-    assert kernels.memory.sum_of_squares(device(gradients[4])) == pytest.approx(np.dot(gradients[4], gradients[4]))
-
-
-@pytest.mark.parametrize("tensors", [1, 6])
-def test_a_bucket_takes_one_launch_and_one_wait(tensors):
-    """However many tensors it has; and small arrays cross together."""
-    lengths = [20000] * tensors
-    bucket, rng = bucket_of(lengths), np.random.default_rng(0)
-
-    def step():
-        gradients = [rng.standard_normal(n).astype(np.float32) for n in lengths]
-        return select(bucket, gradients, None, dict(k=20, momentum=0.9))[0]
-
-    for _ in range(3):
-        step()
-    counts.clear()
-    selection = step()
-    assert (counts["wait"], counts["to host"], counts["to device"]) == (1, 1, 1)
-    assert (counts["launch"], counts["dgc_sweep"], counts["fill"]) == (2, 1, 1)
-    results = [device(np.zeros(n, np.float32)) for n in lengths]
-    counts.clear()
-    bucket.kernels.set_entries(results, bucket.offsets, selection.positions, selection.values)
-    bucket.kernels.take_out(bucket.device_u, bucket.device_v, selection.positions, selection.values, masking=True)
-    assert (counts["wait"], counts["launch"]) == (0, 3)
-    assert counts["to device"] <= 3  # and once the owners of the results' elements
-
-
 def test_a_selection_without_memory_leaves_u_and_v_as_they_were(monkeypatch):
     """So that it can be begun once more."""
 
@@ -179,26 +137,3 @@ def test_a_selection_without_memory_leaves_u_and_v_as_they_were(monkeypatch):
     _, theirs = select(bucket, [gradient], None, dict(k=20, momentum=0.9))
     bucket.reference.accumulate(theirs, bucket.u, bucket.v)
     bucket.assert_same_state()
-
-
-def test_the_fake_bites():
-    """Each accident that it stands for."""
-    kernels, a = fake_kernels(), device(np.ones(3, np.float32))
-    xp = kernels.device.xp
-    for wrong in (lambda: np.asarray(a), lambda: np.abs(a), lambda: a + np.ones(3), lambda: np.ones(3) + a,
-                  lambda: np.concatenate([a, a])):  # fmt: skip
-        with pytest.raises(TypeError):
-            wrong()
-    with pytest.raises(AssertionError, match="nobody asked"):
-        bool(a)
-    with pytest.raises(AssertionError, match="default stream"):
-        a.fill(0)
-    page_locked = kernels.device.host_array(3, np.float32)
-    kernels.device.upload(a, page_locked)
-    page_locked[:] = 5
-    with pytest.raises(AssertionError, match="overwritten"):
-        kernels.wait()
-    with kernels.device:
-        outside = xp.ElementwiseKernel("raw T like", "raw T out", "out[i + 3] = 1;", "wrong", options=("--fmad=false",))
-        with pytest.raises(AssertionError, match="outside an array"):
-            outside(a, xp.zeros(3, np.float32), size=1)

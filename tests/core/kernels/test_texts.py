@@ -123,10 +123,3 @@ def test_products_and_sums_are_rounded_apart(sources):
         assert ptx is not None, log
         assert re.search(rb"mul(\.rn)?(\.ftz)?\.f32", ptx)
         assert not re.search(rb"\bfma\.rn(\.ftz)?\.f(32|64)", ptx)
-
-
-@needs_compiler
-def test_a_wrong_text_is_refused(sources):
-    made, log = compiled(nvrtc(), sources["dgc_sweep", "float32"].replace("r.scale", "r.no_such_name"), "-arch=sm_80")
-    assert made is None
-    assert "no_such_name" in log

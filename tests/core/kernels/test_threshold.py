@@ -51,39 +51,16 @@ def histogram_steps(monkeypatch):
 @pytest.mark.parametrize("density", [0.001, 0.01])
 @pytest.mark.parametrize("flags", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {}])
 @pytest.mark.parametrize("tail", [0.5, 1.0, 2.0])
-def test_200_drifting_steps_are_exact(kernels, monkeypatch, density, flags, tail):
+@pytest.mark.parametrize("n", [9408, 16_384, N])
+def test_200_drifting_steps_are_exact(kernels, monkeypatch, density, flags, tail, n):
     calls = histogram_steps(monkeypatch)
-    trainee = Trainee(kernels, N, int(N * density), **flags)
-    gradients = Gradients(N, 1, tail)
+    trainee = Trainee(kernels, n, int(n * density), **flags)
+    gradients = Gradients(n, 1, tail)
     for t in range(200):
         trainee.step(gradients.draw(0.995**t * (1 + 0.3 * math.sin(t / 15))))
     assert trainee.exact >= 0.99 * 200
     assert trainee.most_short_in_a_row <= 1
     assert len(calls) <= 6, "nearly every step must do with its candidates"
-
-
-def test_many_tensors_of_many_sizes_are_exact_in_99_of_100_steps(kernels):
-    rng = np.random.default_rng(3)
-    lengths = [4096, 5000, 9408, 16384, 36864, 65536, 147456]
-    offsets = np.cumsum([0, *lengths])
-    size = int(offsets[-1])
-    u, v, thresholds = np.zeros(size, np.float32), np.zeros(size, np.float32), new_thresholds(len(lengths))
-    gradients = Gradients(size, 2)
-    right = total = 0
-    for _ in range(200):
-        g = gradients.draw(np.exp(0.1 * rng.standard_normal()))
-        work = [
-            SegmentWork(g[o : o + n], None, int(o), n, max(1, n // 1000), 0.9)
-            for n, o in zip(lengths, offsets, strict=False)
-        ]
-        chosen = kernels.accumulate_and_select(work, u, v, thresholds)
-        sent = np.diff(np.searchsorted(chosen.positions, offsets))
-        ks = np.array([w.k for w in work])
-        assert np.all(sent <= ks)
-        assert np.all(sent >= 0.8 * ks)
-        right, total = right + np.sum(sent == ks), total + len(ks)
-        kernels.take_out(u, v, chosen.positions, chosen.values, masking=True)
-    assert right >= 0.99 * total
 
 
 def test_ramp_up_is_exact_at_every_density(kernels):
@@ -95,13 +72,13 @@ def test_ramp_up_is_exact_at_every_density(kernels):
             assert len(trainee.step(gradients.draw(), k)) == k
 
 
-@pytest.mark.parametrize("factor", [1000.0, 1e-3, 1e6, 1e-6])
-def test_a_jump_of_the_gradient_is_caught_in_the_same_step(kernels, factor):
+@pytest.mark.parametrize(("before", "after"), [(1.0, 1000.0), (1.0, 1e-3), (1.0, 1e6), (1.0, 1e-6), (0.0, 1.0)])
+def test_a_jump_of_the_gradient_is_caught_in_the_same_step(kernels, before, after):
     trainee = Trainee(kernels, N, 100)  # no momentum, and nothing is left of the past
     gradients = Gradients(N, 5)
     for t in range(12):
         trainee.v[:] = 0
-        trainee.step(gradients.draw(factor if t >= 6 else 1.0))
+        trainee.step(gradients.draw(after if t >= 6 else before))
     assert trainee.exact == 12
 
 
@@ -173,15 +150,6 @@ def test_fewer_entries_than_k_are_all_sent_without_a_histogram(kernels, monkeypa
         g[where] = rng.standard_normal(300)
         np.testing.assert_array_equal(trainee.step(g), np.sort(where))
     assert not calls
-
-
-def test_a_tensor_that_wakes_up(kernels):
-    trainee = Trainee(kernels, N, 100, momentum=0.9)
-    gradients = Gradients(N, 8)
-    for _ in range(3):
-        trainee.step(np.zeros(N, np.float32))
-    for _ in range(10):
-        assert len(trainee.step(gradients.draw())) == 100
 
 
 @pytest.mark.parametrize("cycle", [1, 4, 60], ids=["the same batch", "four batches", "new batches"])

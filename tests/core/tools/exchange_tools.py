@@ -103,27 +103,11 @@ def train(ranks, steps, *, shapes=None, lr=0.1, seed=0, dtype="float32", on_step
     return run_ranks(ranks, one_rank, timeout=timeout)
 
 
-def dense_sgd(
-    ranks, steps, *, shapes=None, lr=0.1, seed=0, momentum=0.0, nesterov=False, weight_decay=0.0, op="average"
-):
-    """torch.optim.SGD on averaged (or summed) gradients, in float64."""
-    specs = parameters(shapes)
-    rng = np.random.default_rng(1)
-    params = [rng.standard_normal(p.numel).astype("float32").astype(np.float64) for p in specs]
-    buffers = [np.zeros(p.numel) for p in specs]
-    for step in range(steps):
-        for i, p in enumerate(specs):
-            g = sum(gradient(step, r, i, p.numel, seed=seed).astype(np.float64) for r in range(ranks))
-            g = g / ranks if op == "average" else g
-            g = g + weight_decay * params[i]
-            buffers[i] = momentum * buffers[i] + g
-            update = g + momentum * buffers[i] if nesterov else buffers[i]
-            params[i] -= lr * update
-    return params
-
-
 def paper(ranks, options, steps):
-    """The trained parameters by :class:`PaddleOracle`, which is DGC as the paper and Paddle write it, in NumPy."""
+    """The trained parameters by :class:`PaddleOracle`, which is DGC as the paper and Paddle write it, in NumPy.
+
+    Before ``rampup_begin_step``, that is SGD with the mean of the ranks' gradients.
+    """
     config, specs = make_config(options), parameters()
     rng = np.random.default_rng(1)
     oracle = PaddleOracle(
