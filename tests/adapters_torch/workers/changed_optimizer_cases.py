@@ -1,39 +1,21 @@
 """Another optimizer than the one that was bound to DDP's hook steps the model, under torchrun."""
 
 import torch
-from adapters_torch.torchrun_tools import EXACT, assert_close, digest, loss_of, make_model, on_every_rank
-from torch.nn.parallel import DistributedDataParallel
+from adapters_torch.torchrun_tools import EXACT, assert_close, digest, make_model, on_every_rank
+from ddp_tools import LEFT, dense, hooked, train
 from worker_tools import case, close_later
 
 import dgc.torch as dgc
 
 OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
-    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "SGD decay": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.01),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    "AdamW without beta1": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.0, 0.99)),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
+    "SGD momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+    "SGD decay": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, weight_decay=0.01),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+    "AdamW without beta1": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.0, 0.99)),
+    "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-3),
 }
 HALF = {"sparsity": 0.5, "min_numel": 64}
-
-
-def train(model, optimizer, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-
-
-def hooked(first, **options):
-    """A DDP model after two steps with the optimizer that was bound."""
-    model = DistributedDataParallel(make_model())
-    optimizer = OPTIMIZERS[first](model.parameters())
-    dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(**options)))
-    train(model, optimizer, range(2))
-    return model, optimizer
-
-
 BOUND = {
     "SGD momentum": HALF,
     "SGD momentum, all sent": EXACT,
@@ -43,7 +25,7 @@ BOUND = {
 }
 FREE = {
     "SGD": EXACT,
-    "SGD momentum": {**EXACT, "momentum": 0.0, "weight_decay": 0.0},
+    "SGD momentum": LEFT,
     "AdamW": EXACT,  # nothing is ever selected
     "AdamW without beta1": HALF,
     "Adagrad": EXACT,
@@ -53,24 +35,25 @@ FREE = {
 @case(first=BOUND)
 def whose_momentum_decay_or_first_moment_the_compressor_has_cannot_be_replaced(first):
     """Not even before the selection, from which on the compressor has the first moment."""
-    model, bound = hooked(first.partition(",")[0], **BOUND[first])
+    model, bound, _ = hooked(make_model(), OPTIMIZERS[first.partition(",")[0]], BOUND[first])
+    train(model, bound, 2)
     for make in OPTIMIZERS.values():
-        before, other = digest(model), make(model.parameters())
+        before, other = digest(model), make(model)
         match = "of the optimizer that was bound.*new DistributedDataParallel"
-        on_every_rank(dgc.ConfigError, match, lambda o=other: train(model, o, range(2, 3)))
+        on_every_rank(dgc.ConfigError, match, lambda o=other: train(model, o, 1, start=2))
         assert digest(model) == before
-        train(model, bound, range(3, 5))
+        train(model, bound, 2, start=3)
 
 
 @case(first=FREE, second=OPTIMIZERS)
 def of_which_the_compressor_has_nothing_may_be_replaced_as_in_dense_training(first, second):
-    model, _ = hooked(first, **FREE[first])
-    dense = DistributedDataParallel(make_model())
-    train(dense, OPTIMIZERS[first](dense.parameters()), range(2))
-    for each in (model, dense):
-        train(each, OPTIMIZERS[second](each.parameters()), range(2, 6))
+    model, bound, _ = hooked(make_model(), OPTIMIZERS[first], FREE[first])
+    expected, plain = dense(make_model(), OPTIMIZERS[first])
+    for each, optimizer in ((model, bound), (expected, plain)):
+        train(each, optimizer, 2)
+        train(each, OPTIMIZERS[second](each), 4, start=2)
     if FREE[first] is not HALF:
-        assert_close(model, dense)
+        assert_close(model, expected)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -93,13 +76,12 @@ class Lookahead(torch.optim.Optimizer):
 @case(wraps_first=(False, True))
 def around_the_bound_one_may_step_it(wraps_first):
     def trained(hook):
-        model = DistributedDataParallel(make_model())
-        bound = OPTIMIZERS["SGD momentum"](model.parameters())
+        model, bound = dense(make_model(), OPTIMIZERS["SGD momentum"])
         lookahead = Lookahead(bound)
         if hook:
             given = lookahead if wraps_first else bound
             dgc.ddp.register(model, given, close_later(dgc.Compression.dgc(**EXACT)))
-        train(model, lookahead, range(6))
+        train(model, lookahead, 6)
         return model
 
     assert_close(trained(True), trained(False))
@@ -109,12 +91,11 @@ def around_the_bound_one_may_step_it(wraps_first):
 def inside_the_step_of_the_bound_one_is_a_part_of_it():
     """A sharded optimizer steps one more on each rank."""
 
-    def trained(hook):
-        model = DistributedDataParallel(make_model())
-        optimizer = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
-        if hook:
-            dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(**EXACT)))
-        train(model, optimizer, range(6))
-        return model
+    def sharded(model):
+        return dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
 
-    assert_close(trained(True), trained(False))
+    model, optimizer, _ = hooked(make_model(), sharded)
+    expected, plain = dense(make_model(), sharded)
+    train(model, optimizer, 6)
+    train(expected, plain, 6)
+    assert_close(model, expected)

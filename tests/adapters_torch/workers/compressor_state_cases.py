@@ -58,14 +58,6 @@ class Job:
         return as_bytes([flat(self.model), *states])
 
 
-def of_sparsified(state, key="v"):
-    return torch.cat([entry[key] for entry in state["parameters"].values() if "v" in entry])
-
-
-def mean(tensor):
-    return sum(hvd.allgather_object(tensor)) / hvd.size()
-
-
 # -- going on --------------------------------------------------------------------------------------------------------
 
 
@@ -153,40 +145,6 @@ def stock_horovod_may_wrap_the_optimizer_after_its_state_was_loaded():
 # -- one state for all ranks -----------------------------------------------------------------------------------------
 
 
-@case
-def it_is_saved_after_an_average_and_before_the_next_step():
-    job = Job().train(2)
-    own = job.compression.state_dict(own=True)
-    means = mean(of_sparsified(own)), mean(of_sparsified(own, "u"))
-    assert not torch.equal(means[0], of_sparsified(own)), "residuals differ between ranks"
-    text = r"the ranks differ in what they have not sent: call compression.average\(optimizer\) on all ranks"
-    raises(dgc.LayoutError, text, job.compression.state_dict)
-    job.compression.average()
-    raises(dgc.LayoutError, text, job.compression.state_dict)
-    job.compression.average(job.optimizer)
-    state = job.compression.state_dict()
-    assert torch.equal(of_sparsified(state), means[0])
-    assert torch.equal(of_sparsified(state, "u"), means[1])
-    assert all(each == as_bytes(state) for each in hvd.allgather_object(as_bytes(state)))
-    raises(dgc.LayoutError, text, job.train(1).compression.state_dict)
-    job.compression.load_state_dict(state)
-    assert as_bytes(job.compression.state_dict()) == as_bytes(state)
-
-
-@case(op=("Average", "Sum"))
-def another_number_of_ranks_keeps_what_is_still_to_be_applied(op):
-    job = Job(hvd_options={"op": getattr(hvd, op)}).train(2)
-    _, _, state = job.saved()
-    other = Job(seed=1, hvd_options={"op": getattr(hvd, op)})
-    other.compression.load_state_dict({**state, "size": 2 * hvd.size()})
-    factor = 2 if op == "Sum" else 1  # of twice as many shares of a sum
-    for key in "vu":
-        assert of_sparsified(state, key).any()
-        assert torch.equal(of_sparsified(other.compression.state_dict(), key), factor * of_sparsified(state, key))
-    assert other.compression.describe()["step"] == 2
-    assert_replicas_identical(other.train(1).model)
-
-
 @case(way="ab")
 def from_one_process_to_several_momentum_stays_as_with_a_dense_checkpoint(way):
     alone = make_model()
@@ -232,15 +190,7 @@ def changed(state, key, change):
     return {**state, "parameters": parameters}
 
 
-def only(state):
-    return {**state, "parameters": {"left.weight": state["parameters"]["left.weight"]}}
-
-
 REFUSED = {
-    "a list": ("load_state_dict got a list", lambda state: [state]),
-    "something else": ("has format None", lambda state: {"model": {}}),
-    "half": ("no parameters", lambda state: {key: value for key, value in state.items() if key != "parameters"}),
-    "lacks a parameter": ("lacks parameter", only),
     "not finite": (
         "v of 'left.weight'.*not finite",
         lambda state: changed(state, "v", lambda v: v[7:].fill_(torch.nan)),
@@ -283,26 +233,11 @@ def one_of_another_model_or_choice_is_refused_and_changes_nothing(what):
     other.train(1)
 
 
-@case
-def loaded_before_binding_on_one_rank_only_it_is_refused_and_can_be_mended():
-    _, _, state = Job().train(2).saved()
-    model, compression = make_model(), dgc.Compression.dgc(sparsity=0.9)
-
-    def bound():
-        return dgc.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression)
-
-    if hvd.rank() == 1:
-        compression.load_state_dict(state)
-    on_every_rank(dgc.LayoutError, "on every rank, or none", bound)
-    assert not compression.is_bound
-    compression.load_state_dict(state)
-    train(bound(), model, 1)
-    assert compression.describe()["step"] == 3
-    compression.close()
-
-
-EMPTY = {"of a new compressor": lambda: dgc.Compression.dgc().state_dict(), "{}": dict, "of one process": lambda: ALONE}
-ALONE = {"inactive": True}
+EMPTY = {
+    "of a new compressor": lambda: dgc.Compression.dgc().state_dict(),
+    "{}": dict,
+    "of one process": lambda: {"inactive": True},
+}
 
 
 @case(which=EMPTY)

@@ -7,6 +7,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from adapters_torch.torchrun_tools import (
 from ddp_tools import LEFT, adamw, dense, hooked, sgd, train
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, close_later, warned
 
@@ -74,32 +74,16 @@ def other_optimizers_equal_ddp(optimizer):
     both(train, make_optimizer=make, options=options)
 
 
-def accumulating(model, optimizer):
+def accumulating_and_scheduled_in_each_pass(model, optimizer):
+    """The momentum of the update is that of the time of step(), not that of the first of the passes."""
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=50)
     for step in range(20):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         with model.no_sync():
             loss_of(model, 2 * step).backward()
-        loss_of(model, 2 * step + 1).backward()
-        optimizer.step()
-
-
-def scheduled_in_each_pass(model, optimizer):
-    """The momentum of the update is that of the time of step(), not that of the first of the passes."""
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=50)
-    for step in range(20):
-        optimizer.zero_grad()
-        with model.no_sync():
-            loss_of(model, 2 * step).backward()
         scheduler.step()
         loss_of(model, 2 * step + 1).backward()
         optimizer.step()
-        scheduler.step()
-
-
-def scheduled(model, optimizer):
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=30)
-    for step in range(20):
-        train(model, optimizer, 1, step)
         scheduler.step()
 
 
@@ -148,24 +132,22 @@ def a_gradient_that_is_dropped_after_its_exchange_is_told_on_rank_0_if_a_part_is
     assert told == (kept and dist.get_rank() == 0)
 
 
-@case
-def gradients_that_are_added_up_over_two_exchanges_are_not_called_dropped():
-    model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9, "momentum": 0.0}, bucket_cap_mb=0.004)
-    assert not warned(lambda: synced_twice(model, optimizer), DROPPED)
+def refused_once(model, optimizer):
+    """The gradient stays in the residual, too, but the script was told that the step was refused."""
+    train(model, optimizer, 1)
+    optimizer.zero_grad()
+    (loss_of(model, 1) * float("nan")).backward()
+    train(model, optimizer, 1, start=2)
 
 
-@case
-def a_refused_gradient_that_is_cleared_is_not_called_dropped():
-    """It stays in the residual, too, but the script was told that the step was refused."""
-    model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9}, bucket_cap_mb=0.004)
+USED = {"added up over two exchanges": (synced_twice, {"momentum": 0.0}), "refused and cleared": (refused_once, {})}
 
-    def training():
-        train(model, optimizer, 1)
-        optimizer.zero_grad()
-        (loss_of(model, 1) * float("nan")).backward()
-        train(model, optimizer, 1, start=2)
 
-    assert not warned(training, DROPPED)
+@case(gradient=USED)
+def a_gradient_is_not_called_dropped_if_it_is(gradient):
+    training, options = USED[gradient]
+    model, optimizer, _ = hooked(make_model(), options={"sparsity": 0.9, **options}, bucket_cap_mb=0.004)
+    assert not warned(lambda: training(model, optimizer), DROPPED)
 
 
 @case
@@ -178,9 +160,7 @@ def a_gradient_that_is_dropped_inside_no_sync_changes_nothing():
 
 
 LOOPS = {
-    "accumulating": (accumulating, EXACT, 20),
-    "scheduled": (scheduled, EXACT, 20),
-    "scheduled in each pass": (scheduled_in_each_pass, EXACT, 20),
+    "accumulating and scheduled in each pass": (accumulating_and_scheduled_in_each_pass, EXACT, 20),
     "clipping": (clipping, LEFT, 20),
     "synced twice": (synced_twice, LEFT, 40),
 }
@@ -190,30 +170,6 @@ LOOPS = {
 def loops_equal_ddp_at_sparsity_0(view, loop):
     steps_of, options, steps = LOOPS[loop]
     assert both(steps_of, options=options, gradient_as_bucket_view=view, bucket_cap_mb=0.004) == steps
-
-
-@case
-def replicas_are_identical_after_60_sparse_steps():
-    model, optimizer, state = hooked(make_model(width=256), options={"sparsity": 0.99}, bucket_cap_mb=0.1)
-    before = loss_of(model, 999).item()
-    train(model, optimizer, 60)
-    assert_identical(model)
-    assert loss_of(model, 999).item() < before
-    stats = state.compression.stats
-    assert stats.steps == 60
-    assert stats.last.bytes_sent < 0.1 * stats.last.dense_bytes
-
-
-@case
-def the_first_moment_is_the_compressors_once_entries_are_selected():
-    classic = {"sparsity": 0.9, "rampup_begin_step": 3, "error_feedback": "classic"}
-    model, optimizer, state = hooked(make_model(), adamw, classic)
-    train(model, optimizer, 3)
-    assert not any(state.compression.engine.adoption.hyper.momentum)
-    train(model, optimizer, 9, start=3)
-    assert min(m for m in state.compression.engine.adoption.hyper.momentum if m) > 0.8
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-    assert_identical(model)
 
 
 @case
@@ -260,23 +216,27 @@ def close_ends_the_threads_of_dgcs_own_group():
 # -- scaling and clipping --------------------------------------------------------------------------------------------
 
 
-def new_scaler():
-    return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
+def new_scaler(enabled=True):
+    return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4, enabled=enabled)
+
+
+def scaled_and_clipped(model, optimizer, scaler, norm=0.3, broken=False):
+    for step in range(10):
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model, step))
+        (loss * float("inf") if broken and step == 3 and dist.get_rank() == 1 else loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), norm)
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @case(broken=(False, True))
 def a_scaler_and_clipping_equal_ddp_until_a_gradient_is_not_finite(broken):
     model, optimizer, state = hooked(make_model(), options={**LEFT, "loss_scale": (scaler := new_scaler())})
+    scaled_and_clipped(model, optimizer, scaler, broken=broken)
     reference = dense(make_model())
-    for m, o, s in ((model, optimizer, scaler), (*reference, new_scaler())):
-        for step in range(10):
-            o.zero_grad()
-            loss = s.scale(loss_of(m, step))
-            (loss * float("inf") if broken and step == 3 and dist.get_rank() == 1 else loss).backward()
-            s.unscale_(o)
-            nn.utils.clip_grad_norm_(m.parameters(), 0.3)
-            s.step(o)
-            s.update()
+    scaled_and_clipped(*reference, new_scaler(), broken=broken)
     assert state.compression.stats.refused_steps == broken
     assert_identical(model)
     if not broken:  # what the other rank has computed in the step stays in its residual
@@ -286,18 +246,9 @@ def a_scaler_and_clipping_equal_ddp_until_a_gradient_is_not_finite(broken):
 @case(scales=(False, True), norm=(0.01, 1e9))
 def clipping_the_velocity_is_a_warning(scales, norm):
     """Not where the limit is not reached."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4, enabled=scales)
+    scaler = new_scaler(enabled=scales)
     model, optimizer, _ = hooked(make_model(), options={**EXACT, "loss_scale": scaler})
-
-    def clipped():
-        for step in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, step)).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), norm)
-            scaler.step(optimizer)
-            scaler.update()
-
+    clipped = functools.partial(scaled_and_clipped, model, optimizer, scaler, norm)
     assert warned(clipped, "momentum=0 in the compressor.*local_grad_clip_norm") == (norm < 1 and dist.get_rank() == 0)
 
 
@@ -407,31 +358,27 @@ def states_of_the_hook_and_of_dgcs_optimizer_go_on_in_each_other(to_hook):
     options = {"sparsity": 0.9, "min_numel": 64}
 
     def with_hook(module):
-        return hooked(module, options=options, **UNUSED)
+        model, optimizer, state = hooked(module, options=options, **UNUSED)
+        return model, optimizer, state.compression
 
     def with_optimizer(module):
         compression = dgc.Compression.dgc(**options)
         optimizer = dgc.DistributedOptimizer(sgd(module), module.named_parameters(), compression=compression)
-        return module, optimizer, types.SimpleNamespace(compression=compression)
+        return module, optimizer, compression
 
-    straight, module, saved = Strided(), Strided(), None
-    _, optimizer, state = with_optimizer(straight)
+    straight, module, saved = Strided(), Strided(), {}
+    _, optimizer, compression = with_optimizer(straight)
     unused_by_one_rank(straight, optimizer)
-    state.compression.average(optimizer)
+    compression.average(optimizer)
     unused_by_one_rank(straight, optimizer)
-    state.compression.close()
+    compression.close()
     for make in (with_optimizer, with_hook) if to_hook else (with_hook, with_optimizer):
-        model, optimizer, state = make(module)
-        names = dict(zip(state.compression.state_dict()["parameters"], dict(module.named_parameters()), strict=True))
-        if saved is not None:
-            own = {value: key for key, value in names.items()}
-            saved["parameters"] = {own[name]: entry for name, entry in saved["parameters"].items()}
-            state.compression.load_state_dict(saved)
+        model, optimizer, compression = make(module)
+        compression.load_state_dict(saved)
         unused_by_one_rank(model, optimizer)
-        state.compression.average(optimizer)
-        saved = state.compression.state_dict()
-        saved["parameters"] = {names[name]: entry for name, entry in saved["parameters"].items()}
-        state.compression.close()
+        compression.average(optimizer)
+        saved = compression.state_dict()
+        compression.close()
     assert_close(module, straight)
 
 
@@ -447,21 +394,6 @@ def gradients_that_share_memory_equal_those_of_ddp():
             return (x @ (self.a.unsqueeze(0) + self.b.unsqueeze(0))).squeeze(0)
 
     both(train, Sum, lambda m: sgd(m, weight_decay=0.05))
-
-
-# -- saving ----------------------------------------------------------------------------------------------------------
-
-
-@case
-def the_state_that_a_checkpoint_asks_for_is_no_step():
-    model, optimizer, state = hooked(make_model(), options={"sparsity": 0.9})
-    train(model, optimizer, 2)
-    optimizer.zero_grad()
-    before = digest(model)
-    get_state_dict(model, optimizer)
-    assert (digest(model), optimizer.param_groups[0]["lr"], state.compression.stats.steps) == (before, 0.1, 2)
-    train(model, optimizer, 2)
-    assert_identical(model)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -538,36 +470,25 @@ def bad_input():
 
 @case
 def an_optimizer_of_some_parameters():
-    model = DistributedDataParallel(make_model())
-    state = dgc.ddp.CompressionState(dgc.Compression.dgc(), torch.optim.SGD(model.module[0].parameters(), lr=0.1))
-    model.register_comm_hook(state, dgc.ddp.compression_hook)
+    model, _, _ = hooked(make_model(), lambda m: sgd(m.module[0]))
     on_every_rank(dgc.LayoutError, "give all to one optimizer", lambda: loss_of(model, 0).backward())
-    state.compression.close()
 
 
 @case
 def sparse_gradients_are_refused():
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Embedding(50, 20, sparse=True), nn.Linear(20, 6)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = dgc.ddp.CompressionState(dgc.Compression.dgc(), optimizer)
-    model.register_comm_hook(state, dgc.ddp.compression_hook)
+    model, _, _ = hooked(nn.Sequential(nn.Embedding(50, 20, sparse=True), nn.Linear(20, 6)))
     on_every_rank(dgc.ConfigError, "sparse=False", lambda: model(torch.arange(5)).square().mean().backward())
-    state.compression.close()
 
 
-@case
-def other_sizes_than_horovods():
-    for name, size in (("horovod.torch", 1), ("horovod.torch", 2)):
-        sys.modules[name] = types.SimpleNamespace(is_initialized=lambda: True, size=lambda: size)  # noqa: B023
-        try:
-            make = lambda: dgc.ddp.CompressionState(dgc.Compression.dgc(), sgd(make_model()))  # noqa: E731
-            if size == 1:
-                on_every_rank(dgc.ConfigError, "Horovod has 1 ranks and torch.distributed 2", make)
-            else:
-                make().compression.close()
-        finally:
-            del sys.modules[name]
+@case(size=(1, 2))
+def another_size_than_horovods_is_refused(size):
+    make = lambda: dgc.ddp.CompressionState(close_later(dgc.Compression.dgc()), sgd(make_model()))  # noqa: E731
+    horovod = types.SimpleNamespace(is_initialized=lambda: True, size=lambda: size)
+    with patch.dict(sys.modules, {"horovod.torch": horovod}):
+        if size == 1:
+            on_every_rank(dgc.ConfigError, "Horovod has 1 ranks and torch.distributed 2", make)
+        else:
+            make()
 
 
 @case
@@ -575,18 +496,15 @@ def groups_of_ranks():
     pair, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     model = DistributedDataParallel(make_model(), process_group=pair)
     optimizer = sgd(model)
-    state = dgc.ddp.CompressionState(dgc.Compression.dgc(**EXACT), optimizer, process_group=pair)
+    compression = close_later(dgc.Compression.dgc(**EXACT))
+    state = dgc.ddp.CompressionState(compression, optimizer, process_group=pair)
     model.register_comm_hook(state, dgc.ddp.compression_hook)
     with Join([model, state]):
         train(model, optimizer, 3)
     reference = dense(make_model())
     train(*reference, 3)
     assert_close(model, reference[0])
-    state.compression.close()
-    model = DistributedDataParallel(make_model(), process_group=alone)  # one rank: DDP's hook without an exchange
-    optimizer = sgd(model)
-    state = dgc.ddp.CompressionState(dgc.Compression.dgc(), optimizer, process_group=alone)
-    model.register_comm_hook(state, dgc.ddp.compression_hook)
+    model, optimizer, state = hooked(make_model(), process_group=alone)  # one rank: DDP's hook without an exchange
     train(model, optimizer, 3)
     assert state.compression.engine is None
     assert optimizer.state_dict()["state"]

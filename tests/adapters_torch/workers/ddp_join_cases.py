@@ -12,15 +12,23 @@ from adapters_torch.torchrun_tools import (
     make_model,
     on_every_rank,
 )
-from ddp_tools import LEFT, adamw, dense, hooked, train
+from ddp_tools import LEFT, adamw, dense, hooked, sgd, train
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 from worker_tools import case, close_later
 
 import dgc.torch as dgc
 
 KINDS = {"all sent": EXACT, "momentum stays": LEFT, "sparse": {"sparsity": 0.99}}
+
+
+def accumulate(model, optimizer, passes):
+    """Without no_sync(); every second pass is followed by a step."""
+    for step in range(passes):
+        loss_of(model, step).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @case(difference=(1, 5, 17), kind=KINDS)
@@ -50,11 +58,7 @@ FEEDBACK = {
 @case(feedback=FEEDBACK)
 def join_in_the_middle_of_an_accumulation(feedback):
     """Rank 1 ends inside no_sync(): what it has accumulated is dropped, as by DDP, and replicas stay alike."""
-    model, optimizer, state = hooked(
-        make_model(),
-        lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
-        {"sparsity": 0.9, **FEEDBACK[feedback]},
-    )
+    model, optimizer, state = hooked(make_model(), adamw, {"sparsity": 0.9, **FEEDBACK[feedback]})
     with Join([model, state]):
         for step in range(10 - 5 * dist.get_rank()):
             with contextlib.nullcontext() if step % 2 else model.no_sync():
@@ -74,21 +78,14 @@ def with_step_ahead_each_pass_within_join_needs_a_step(counts):
     """An accumulation without no_sync() is an error on all ranks; outside of Join it works."""
     model, optimizer, state = hooked(make_model(), adamw, {"sparsity": 0.9})
 
-    def accumulate(count):
-        for step in range(count):
-            loss_of(model, step).backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-
     def within_join():
         with Join([model, state]):
-            accumulate(counts[dist.get_rank()])
+            accumulate(model, optimizer, counts[dist.get_rank()])
 
-    accumulate(4)
+    accumulate(model, optimizer, 4)
     with Join([model, state]):
         train(model, optimizer, 1 + 2 * dist.get_rank())
-    accumulate(4)
+    accumulate(model, optimizer, 4)
     state.compression.average()
     assert_identical(model)
     on_every_rank(dgc.ConfigError, r"call model.no_sync\(\) for each pass that no step\(\) follows", within_join)
@@ -99,11 +96,8 @@ def at_the_end_of_join_unsent_updates_of_all_ranks_count(feedback):
     """Each rank moves a row of its own; with a small rate Adam moves it by that rate in each step."""
     module = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(module.weight)
-    model = DistributedDataParallel(module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    options = {"sparsity": 0.999, **FEEDBACK[feedback]}
-    state = dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(**options)))
-    rank = dist.get_rank()
+    options, rank = {"sparsity": 0.999, **FEEDBACK[feedback]}, dist.get_rank()
+    model, optimizer, state = hooked(module, lambda m: adamw(m, weight_decay=0.0), options)
     with Join([model, state]):
         for _ in range(20 + rank):
             optimizer.zero_grad()
@@ -116,67 +110,39 @@ def at_the_end_of_join_unsent_updates_of_all_ranks_count(feedback):
 
 @case
 def a_join_that_is_over_or_not_enabled_changes_nothing_later():
-    model = DistributedDataParallel(make_model())
-    optimizer = adamw(model)
-    with Join([model]):  # dense, before the registration
+    model, optimizer = dense(make_model(), adamw)
+    with Join([model]):  # before the registration
         train(model, optimizer, 2 + dist.get_rank())
     state = dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(sparsity=0.9)))
-
-    def accumulate():
-        for step in range(4):
-            loss_of(model, step).backward()
-            if step % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    accumulate()
+    accumulate(model, optimizer, 4)
     with Join([model, state], enable=False):
-        accumulate()
-    try:
-        with Join([model, state]):
-            train(model, optimizer, 1)
-            raise KeyError
-    except KeyError:
-        pass
-    accumulate()
+        accumulate(model, optimizer, 4)
+    with contextlib.suppress(KeyError), Join([model, state]):
+        train(model, optimizer, 1)
+        raise KeyError
+    accumulate(model, optimizer, 4)
     state.compression.average()
     assert_identical(model)
 
 
-@case
-def join_without_the_state_is_refused_with_step_ahead():
-    model = DistributedDataParallel(make_model())
-    optimizer = adamw(model)
-    state = dgc.ddp.register(model, optimizer, close_later(dgc.Compression.dgc(sparsity=0.9)))
-    with Join([model, state]):
-        train(model, optimizer, 2 + 3 * dist.get_rank())
-    train(model, optimizer, 2, start=20)
-    other = DistributedDataParallel(make_model())
-    dgc.ddp.register(other, optimizer := adamw(other), close_later(dgc.Compression.dgc(sparsity=0.9)))
+OPTIMIZERS = {"step-ahead": adamw, "momentum": sgd, "neither": lambda m: torch.optim.SGD(m.parameters(), lr=0.1)}
+
+
+@case(kind=OPTIMIZERS)
+def join_without_the_state_is_refused_with_step_ahead_and_where_the_compressor_has_momentum(kind):
+    model, optimizer, _ = hooked(make_model(), OPTIMIZERS[kind], {"sparsity": 0.9})
 
     def uneven():
-        with Join([other]):
-            train(other, optimizer, 3 + 4 * dist.get_rank())
-
-    on_every_rank(dgc.ConfigError, r"use Join\(\[model, state\]\)", uneven)
-
-
-@case(momentum=(0.0, 0.9))
-def join_without_the_state_is_refused_where_the_compressor_has_momentum(momentum):
-    make = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=momentum)  # noqa: E731
-    model, optimizer, _ = hooked(make_model(), make, {"sparsity": 0.9})
-
-    def uneven():
-        with model.join():
+        with Join([model]):
             train(model, optimizer, 3 + 4 * dist.get_rank())
         assert_identical(model)
         train(model, optimizer, 5, start=30)
         assert_identical(model)
 
-    if momentum:
-        on_every_rank(dgc.ConfigError, r"use Join\(\[model, state\]\)", uneven)
-    else:
+    if kind == "neither":
         uneven()
+    else:
+        on_every_rank(dgc.ConfigError, r"use Join\(\[model, state\]\)", uneven)
 
 
 @case

@@ -23,9 +23,7 @@ def hooked(module, make_optimizer=sgd, options=None, **ddp):
     model = DistributedDataParallel(module, **ddp)
     optimizer = make_optimizer(model)
     compression = close_later(dgc.Compression.dgc(**(EXACT if options is None else options)))
-    state = dgc.ddp.CompressionState(compression, optimizer)
-    model.register_comm_hook(state, dgc.ddp.compression_hook)
-    return model, optimizer, state
+    return model, optimizer, dgc.ddp.register(model, optimizer, compression)
 
 
 def dense(module, make_optimizer=sgd, **ddp):

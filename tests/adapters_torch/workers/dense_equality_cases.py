@@ -17,8 +17,12 @@ from models import (
 )
 from worker_tools import case
 
+KINDS = {"before the rampup": (1e-6, {"rampup_begin_step": 1000}), "sparsity 0": (1e-5, EXACT)}
 
-def dense_equality(way, bound, **options):
+
+@case(way="ab", kind=KINDS)
+def training_equals_dense_sgd(way, kind):
+    bound, options = KINDS[kind]
     for own in OPTIMIZERS.values():
         model = make_model()
         expected = dense_reference(model, 20, **own)
@@ -32,16 +36,6 @@ def dense_equality(way, bound, **options):
         compression.close()
 
 
-@case(way="ab")
-def before_the_rampup_training_equals_dense_sgd(way):
-    dense_equality(way, 1e-6, rampup_begin_step=1000)
-
-
-@case(way="ab")
-def sparsity_0_equals_dense_sgd(way):
-    dense_equality(way, 1e-5, **EXACT)
-
-
 @case(way="ab", begin=(0, 4))
 def op_sum_equals_sgd_on_summed_gradients(way, begin):
     model = make_model()
@@ -51,18 +45,6 @@ def op_sum_equals_sgd_on_summed_gradients(way, begin):
     optimizer, _ = wrap(way, model, sgd(model, **own), hvd_options={"op": hvd.Sum}, **options)
     train(optimizer, model, 10)
     assert worst_difference(model, expected) <= 1e-5
-
-
-@case(op=("sum", "Sum"))
-def op_may_be_given_to_the_compressor_alone(op):
-    """As a name or as Horovod's."""
-    ends = []
-    for given, factor in ((hvd.Average, 1), (getattr(hvd, op, op), hvd.size())):
-        model = make_model()
-        optimizer, _ = wrap("b", model, sgd(model, lr=0.1 / factor), op=given, rampup_begin_step=99)
-        train(optimizer, model, 2)
-        ends.append(model.last.weight.detach())
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
 
 
 @case(way="ab")

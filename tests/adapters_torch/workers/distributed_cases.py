@@ -107,15 +107,13 @@ def dgc_momentum_equals_dense_before_the_rampup():
 @case
 def models_are_broadcast_or_refused():
     model = make_model(seed=dist.get_rank())
-    optimizer, compression = wrap(model)
+    optimizer, _ = wrap(model)
     on_every_rank(dgc.ConfigError, r"dgc\.torch\.broadcast_parameters", lambda: train(optimizer, model, 1))
-    compression.close()
     model = make_model(seed=dist.get_rank())
-    optimizer, compression = wrap(model)
+    optimizer, _ = wrap(model)
     dgc.broadcast_parameters(model.state_dict())
     train(optimizer, model, 2)
     assert_identical(model)
-    compression.close()
 
 
 @case
@@ -154,30 +152,17 @@ def groups_of_ranks():
         dist.new_group([1], use_local_synchronization=True)
 
 
-def by_dgc(model, optimizer, group):
-    wrap(model, optimizer, group=group)
-    return model
-
-
-def by_dgc_without_compression(model, optimizer, group):
-    dgc.DistributedOptimizer(optimizer, model.named_parameters(), group=group)
-    return model
-
-
-def by_ddp(model, optimizer, group):
-    return DistributedDataParallel(model, process_group=group)
-
-
-AVERAGES = {"dgc": by_dgc, "dense": by_dgc_without_compression, "ddp": by_ddp}
-
-
-@case(average=AVERAGES)
+@case(average=("dgc", "dense", "ddp"))
 def a_sharded_optimizer_is_refused_where_others_average_its_gradients(average):
     both, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     for over, group, right in ((None, alone, False), (None, both, True), (alone, None, True)):
         model = make_model()
         zero = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, group=over)
-        trained = AVERAGES[average](model, zero, group)
+        trained = DistributedDataParallel(model, process_group=group) if average == "ddp" else model
+        if average == "dgc":
+            wrap(model, zero, group=group)
+        elif average == "dense":
+            dgc.DistributedOptimizer(zero, model.named_parameters(), group=group)
         loss_of(trained, 0).backward()
         if right:
             zero.step()
@@ -253,10 +238,9 @@ def a_model_beside_ddp_is_trained():
     module = make_model()
     model = DistributedDataParallel(module)
     train(torch.optim.SGD(model.parameters(), **SGD), model, 2)
-    optimizer, compression = wrap(module, sparsity=0.9)
+    optimizer, _ = wrap(module, sparsity=0.9)
     train(optimizer, module, 2, start=2)
     assert_identical(module)
-    compression.close()
 
 
 @case
@@ -265,20 +249,15 @@ def two_models_in_turn():
 
     def train_both(inputs):
         models = generator, discriminator = nn.Linear(20, 20), make_model(1)
-        wrapped = [wrap(m, torch.optim.SGD(m.parameters(), **SGD), **EXACT) for m in models]
-        (of_generator, _), (of_discriminator, _) = wrapped
-        try:
-            for step in range(4):
-                of_generator.zero_grad()
-                loss = loss_of(nn.Sequential(generator, discriminator), step)
-                loss.backward(inputs=list(generator.parameters()) if inputs else None)
-                of_generator.step()
-                of_discriminator.zero_grad()
-                loss_of(discriminator, step).backward()
-                of_discriminator.step()
-        finally:
-            for _, compression in wrapped:
-                compression.close()
+        of_generator, of_discriminator = (wrap(m, **EXACT)[0] for m in models)
+        for step in range(4):
+            of_generator.zero_grad()
+            loss = loss_of(nn.Sequential(generator, discriminator), step)
+            loss.backward(inputs=list(generator.parameters()) if inputs else None)
+            of_generator.step()
+            of_discriminator.zero_grad()
+            loss_of(discriminator, step).backward()
+            of_discriminator.step()
 
     train_both(inputs=True)
     text = r"race condition\..*loss\.backward\(inputs=list\(generator\.parameters\(\)\)\)"

@@ -2,22 +2,25 @@
 
 import copy
 import warnings
+from functools import partial
 
 import horovod.torch as hvd
 import torch
 from adapters_torch.workers.tensors import through_file
 from models import (
     assert_replicas_identical,
+    broadcast,
     dense_backward,
     each_way,
     loss_of,
     make_model,
+    quiet,
     train,
     worst_difference,
     wrap,
 )
 from torch import nn
-from worker_tools import case
+from worker_tools import case, warned
 
 import dgc.torch as dgc
 from dgc.core.config import ADAPTIVE_FLOOR, STEPS_BEFORE, bias_correction
@@ -143,28 +146,25 @@ def what_is_sent_and_what_is_left_is_the_closed_form_of_the_first_moment(way, be
         torch.testing.assert_close(corrected[1], moments[1] / bias_correction(0.9, 12), rtol=1e-4, atol=1e-5)
 
 
-@case
-def a_group_without_selected_tensors_keeps_its_own_moment_and_groups_may_differ():
-    for way in "ab":
-        model, dense = Linear(), Linear()
+@case(way="ab")
+def a_group_without_selected_tensors_keeps_its_own_moment_and_groups_may_differ(way):
+    def groups(m):
+        return [{"params": [m.weight], "betas": (0.8, 0.9)}, {"params": [m.bias], "betas": (0.95, 0.99)}]
 
-        def groups(m):
-            return [{"params": [m.weight], "betas": (0.8, 0.9)}, {"params": [m.bias], "betas": (0.95, 0.99)}]
-
-        options = {**HALF, "min_numel": 100, "small": "float32"}
-        optimizer, compression = wrap(way, model, adamw(groups(model)), **options)
-        reference = adamw(groups(dense))
-        for step in range(10):
-            optimizer.zero_grad()
-            model.loss(step).backward()
-            optimizer.step()
-            for p, mean in zip(dense.parameters(), dense.mean_gradients(step), strict=True):
-                p.grad = mean
-            reference.step()
-        torch.testing.assert_close(model.bias, dense.bias, rtol=1e-6, atol=1e-6)
-        assert (model.weight - dense.weight).abs().max() > 1e-3
-        assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9), (0.95, 0.99)]
-        assert compression.engine.adoption.hyper.momentum[1] == 0
+    model, dense = Linear(), Linear()
+    optimizer, compression = wrap(way, model, adamw(groups(model)), **{**HALF, "min_numel": 100, "small": "float32"})
+    reference = adamw(groups(dense))
+    for step in range(10):
+        optimizer.zero_grad()
+        model.loss(step).backward()
+        optimizer.step()
+        for p, mean in zip(dense.parameters(), dense.mean_gradients(step), strict=True):
+            p.grad = mean
+        reference.step()
+    torch.testing.assert_close(model.bias, dense.bias, rtol=1e-6, atol=1e-6)
+    assert (model.weight - dense.weight).abs().max() > 1e-3
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9), (0.95, 0.99)]
+    assert compression.engine.adoption.hyper.momentum[1] == 0
 
 
 @case(way="ab", saved_at=(3, 5, 8))
@@ -175,13 +175,12 @@ def a_resumed_run_goes_on_bit_for_bit(way, saved_at):
     optimizer, compression = wrap(way, model, adamw(model.parameters()), **options)
     train(optimizer, model, saved_at)
     compression.average(optimizer)
-    state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), compression.state_dict()))
+    saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, compression)])
     train(optimizer, model, 8, start=saved_at)
     again = make_model(seed=1)
     resumed, other = wrap(way, again, adamw(again.parameters()), **options)
-    again.load_state_dict(state[0])
-    resumed.load_state_dict(state[1])
-    other.load_state_dict(state[2])
+    for each, state in zip((again, resumed, other), saved, strict=True):
+        each.load_state_dict(state)
     train(resumed, again, 8, start=saved_at)
     assert worst_difference(again, model) == 0
 
@@ -191,13 +190,13 @@ def going_back_to_an_early_step_corrects_its_bias_again():
     for way, model, optimizer, compression in each_way(lambda m: adamw(m.parameters(), betas=(0.5, 0.99)), **HALF):
         train(optimizer, model, 3)
         compression.average(optimizer)
-        state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), compression.state_dict()))
+        parts = model, optimizer, compression
+        saved = copy.deepcopy([each.state_dict() for each in parts])
         train(optimizer, model, 5, start=3)
         expected = copy.deepcopy(model)
         train(optimizer, model, 40, start=8)
-        model.load_state_dict(state[0])
-        optimizer.load_state_dict(state[1])
-        compression.load_state_dict(state[2])
+        for each, state in zip(parts, saved, strict=True):
+            each.load_state_dict(state)
         train(optimizer, model, 5, start=3)
         assert worst_difference(model, expected) == 0, way
 
@@ -212,11 +211,8 @@ def an_early_state_of_one_rank_is_broadcast():
     if hvd.rank() == 0:
         model.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        train(optimizer, model, 5, start=3)
+    quiet(broadcast, model, optimizer)
+    quiet(train, optimizer, model, 5, start=3)
     assert int(optimizer.state[model.first.weight]["step"]) == 8
     assert_replicas_identical(model, "broadcast")
 
@@ -230,10 +226,8 @@ def a_dense_run_and_a_compressed_one_take_each_others_checkpoints():
         model = copy.deepcopy(dense)
         optimizer, compression = wrap(way, model, adamw(model.parameters()), **HALF)
         optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            train(optimizer, model, 1, start=6)
-        assert not [w for w in seen if "none into the compressor" in str(w.message)]
+        one_step = partial(train, optimizer, model, 1, start=6)
+        assert not warned(one_step, "none into the compressor")
         assert_replicas_identical(model, f"dense to {way}")
         # u went on from the dense run's moment: what was saved says so, in exp_avg and at its step.
         saved = optimizer.state_dict()
@@ -298,12 +292,10 @@ def a_step_of_the_users_own_keeps_the_moment_and_says_so():
             return super().step(closure)
 
     model = make_model()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        optimizer, compression = wrap("b", model, Own(model.parameters()), **HALF)
-    assert sum("its first moment stays in it" in str(w.message) for w in seen) == 1
+    optimizer = Own(model.parameters())
+    assert warned(lambda: wrap("b", model, optimizer, **HALF), "its first moment stays in it") == 1
     train(optimizer, model, 3)
-    assert not any(compression.engine.adoption.hyper.momentum)
+    assert not any(optimizer.compression.engine.adoption.hyper.momentum)
 
 
 @case
@@ -311,12 +303,9 @@ def a_first_moment_behind_the_compressors_momentum_is_told():
     for kind, told in ((torch.optim.AdamW, True), (torch.optim.Adam, True), (torch.optim.RMSprop, False)):
         for momentum in (0.9, 0.0, None):
             model = make_model()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                wrap("b", model, kind(model.parameters(), lr=0.01), momentum=momentum)
-            said = [str(w.message) for w in caught if "smooths what comes out of it once more" in str(w.message)]
-            assert len(said) == (told and momentum == 0.9), (kind, momentum, said)
-            assert all("leave momentum out" in text for text in said)
+            wrapping = partial(wrap, "b", model, kind(model.parameters(), lr=0.01), momentum=momentum)
+            said = warned(wrapping, "smooths what comes out of it once more.*leave momentum out")
+            assert said == (told and momentum == 0.9), (kind, momentum)
     model = make_model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -331,8 +320,8 @@ class Lion(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
 
 
-@case
-def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
+@case(way="ab")
+def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy(way):
     for make, options, told in (
         (torch.optim.AdamW, {}, 0),
         (torch.optim.AdamW, {"error_feedback": "classic"}, 1),
@@ -342,17 +331,16 @@ def few_entries_before_an_adaptive_optimizer_are_told_with_the_remedy():
         (torch.optim.AdamW, {"sparsity": 0.95}, 0),
         (torch.optim.SGD, {}, 0),
     ):
-        for way in "ab":
-            model = make_model()
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                _, compression = wrap(way, model, make(model.parameters(), lr=1e-3), **options)
-            said = [str(w.message) for w in seen if "it learns less" in str(w.message)]
-            assert len(said) == (told if hvd.rank() == 0 else 0), (make, options, way)
-            reason = f"{make.__name__} does not move an entry in proportion to its gradient"
-            assert all(reason in text and "steps=N" in text for text in said)
-            if "steps" in options:
-                assert compression.config.sparsity[-1] == 1 - ADAPTIVE_FLOOR
+        model = make_model()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            _, compression = wrap(way, model, make(model.parameters(), lr=1e-3), **options)
+        said = [str(w.message) for w in seen if "it learns less" in str(w.message)]
+        assert len(said) == (told if hvd.rank() == 0 else 0), (make, options)
+        reason = f"{make.__name__} does not move an entry in proportion to its gradient"
+        assert all(reason in text and "steps=N" in text for text in said)
+        if "steps" in options:
+            assert compression.config.sparsity[-1] == 1 - ADAPTIVE_FLOOR
 
 
 @case
@@ -379,20 +367,19 @@ def accumulation_and_a_skipped_step_change_nothing_for_the_moment():
     assert_replicas_identical(model, "scaled")
 
 
-@case
-def sharded_updates_take_the_moment_too():
-    for begin in (0, 4):
-        model = make_model()
-        zero = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3, betas=BETAS)
-        optimizer, compression = wrap("b", model, zero, **HALF, rampup_begin_step=begin)
-        train(optimizer, model, 10)
-        assert_replicas_identical(model, f"zero {begin}")
-        assert max(compression.engine.adoption.hyper.momentum) > 0.7
-        assert optimizer.param_groups[0]["betas"] == BETAS
-        optimizer.consolidate_state_dict()
-        if hvd.rank() == 0:
-            saved, u = optimizer.state_dict()["state"], compression.state_dict(own=True)["parameters"]
-            for i, (name, p) in enumerate(model.named_parameters()):
-                if "v" in u.get(name, {}):
-                    expected = limited(u[name]["u"].view_as(p) * bias_correction(0.9, 10), saved[i]["exp_avg_sq"])
-                    torch.testing.assert_close(saved[i]["exp_avg"], expected, rtol=1e-5, atol=1e-8)
+@case(begin=(0, 4))
+def sharded_updates_take_the_moment_too(begin):
+    model = make_model()
+    zero = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3, betas=BETAS)
+    optimizer, compression = wrap("b", model, zero, **HALF, rampup_begin_step=begin)
+    train(optimizer, model, 10)
+    assert_replicas_identical(model)
+    assert max(compression.engine.adoption.hyper.momentum) > 0.7
+    assert optimizer.param_groups[0]["betas"] == BETAS
+    optimizer.consolidate_state_dict()
+    if hvd.rank() == 0:
+        saved, u = optimizer.state_dict()["state"], compression.state_dict(own=True)["parameters"]
+        for i, (name, p) in enumerate(model.named_parameters()):
+            if "v" in u.get(name, {}):
+                expected = limited(u[name]["u"].view_as(p) * bias_correction(0.9, 10), saved[i]["exp_avg_sq"])
+                torch.testing.assert_close(saved[i]["exp_avg"], expected, rtol=1e-5, atol=1e-8)

@@ -7,8 +7,9 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from adapters_torch.torchrun_tools import EXACT, SGD, assert_close, digest, gathered, loss_of, on_every_rank
+from adapters_torch.torchrun_tools import EXACT, assert_close, digest, gathered, loss_of, on_every_rank
 from adapters_torch.workers.tensors import as_bytes
+from ddp_tools import adamw, sgd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,8 +27,9 @@ MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 class Net(nn.Module):
     """One shard of the last layer is empty on the second rank of each node."""
 
-    def __init__(self):
+    def __init__(self, seed=0):
         super().__init__()
+        torch.manual_seed(seed)
         self.layers = nn.Sequential(nn.Linear(20, 63), nn.Tanh(), nn.Linear(63, 64), nn.Tanh())
         self.out, self.one = nn.Linear(64, 5), nn.Linear(64, 1)
 
@@ -35,24 +37,18 @@ class Net(nn.Module):
         return self.out(h := self.layers(x)) + self.one(h)
 
 
-def make_model(over="shard", seed=0, **options):
-    torch.manual_seed(seed)
-    model = Net()
+def make_model(over="shard", seed=0, net=Net, **options):
+    model = net(seed)
     where = MESH if over is None else MESH[over]
     for layer in model.layers[::2]:
         fully_shard(layer, mesh=where, **options)
     return fully_shard(model, mesh=where, **options)
 
 
-def make_plain():
-    torch.manual_seed(0)
-    return Net()
-
-
 def wrap(model, optimizer=None, group="replicate", **options):
     compression = close_later(dgc.Compression.dgc(**options))
     optimizer = dgc.DistributedOptimizer(
-        optimizer or torch.optim.SGD(model.parameters(), **SGD),
+        optimizer or sgd(model),
         model.named_parameters(),
         compression=compression,
         group=None if group is None else MESH[group].get_group(),
@@ -61,15 +57,12 @@ def wrap(model, optimizer=None, group="replicate", **options):
 
 
 def clip(model, optimizer):
-    if hasattr(optimizer, "synchronize"):
+    synchronizes = hasattr(optimizer, "synchronize")
+    if synchronizes:
         optimizer.synchronize()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3).full_tensor()
-    if not hasattr(optimizer, "synchronize"):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    with optimizer.skip_synchronize() if synchronizes else contextlib.nullcontext():
         optimizer.step()
-        return norm
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    return norm
 
 
 def train(optimizer, model, steps, start=0, passes=1, step_of=None):
@@ -105,14 +98,13 @@ def reference():
         raise SkipCase("PyTorch's HSDP does not run over Gloo") from None
 
 
-def equals_hsdp(make_optimizer=lambda model: torch.optim.SGD(model.parameters(), **SGD), steps=20, **options):
+def equals_hsdp(make_optimizer=sgd, steps=20, how=None, compression=None, training=train, **options):
     """Train twice: ours over one-dimensional shards, and torch's own over the whole mesh."""
-    how = options.pop("how", {})
-    model, expected = make_model(**how), make_model(None, **how)
-    optimizer, _compression = wrap(model, make_optimizer(model), **{**EXACT, **options.pop("compression", {})})
-    train(optimizer, model, steps, **options)
+    model, expected = make_model(**(how or {})), make_model(None, **(how or {}))
+    optimizer, _compression = wrap(model, make_optimizer(model), **{**EXACT, **(compression or {})})
+    training(optimizer, model, steps, **options)
     with reference():
-        train(make_optimizer(expected), expected, steps, **options)
+        training(make_optimizer(expected), expected, steps, **options)
     assert_close(shards(model), shards(expected))
     assert_identical(model)
 
@@ -121,14 +113,14 @@ def equals_hsdp(make_optimizer=lambda model: torch.optim.SGD(model.parameters(),
 def training_equals_hsdp_at_sparsity_0():
     equals_hsdp()
     for options in ({"momentum": 0.0}, {}, {"sparsity": 0.9, "rampup_begin_step": 20}):
-        equals_hsdp(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3), compression=options)
+        equals_hsdp(adamw, compression=options)
 
 
 @case
 def the_first_moment_goes_from_a_dense_run_into_a_compressed_one_and_on():
     model = make_model()
     options = {"sparsity": 0.9, "min_numel": 64, "rampup_begin_step": 4, "error_feedback": "classic"}
-    optimizer, compression = wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
+    optimizer, compression = wrap(model, adamw(model), **options)
     train(optimizer, model, 10)
     assert_identical(model)
     u = compression.state_dict(own=True)["parameters"]
@@ -144,28 +136,16 @@ def the_first_moment_goes_from_a_dense_run_into_a_compressed_one_and_on():
 @case
 def unused_and_frozen_layers_are_left_alone():
     class Spare(Net):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, seed):
+            super().__init__(seed)
             self.never = nn.Linear(8, 8)
 
-    def trained(over, wrapped):
-        torch.manual_seed(0)
-        model, where = Spare(), MESH if over is None else MESH[over]
-        fully_shard(model.layers[0], mesh=where)
-        fully_shard(model, mesh=where)
-        optimizer, compression = torch.optim.SGD(model.parameters(), **SGD), None
-        if wrapped:
-            optimizer, compression = wrap(model, optimizer, **EXACT)
-        for step in range(20):
+    def freezing(optimizer, model, steps):
+        for step in range(steps):
             model.layers[0].requires_grad_(not 6 <= step < 14)
             train(optimizer, model, 1, step)
-        return model, compression
 
-    model, _compression = trained("shard", True)
-    with reference():
-        expected, _ = trained(None, False)
-    assert_close(shards(model), shards(expected))
-    assert_identical(model)
+    equals_hsdp(how={"net": Spare}, training=freezing)
 
 
 @case
@@ -233,39 +213,36 @@ def gradients_that_were_changed_before_synchronize():
     on_every_rank(dgc.DGCError, "while it was exchanged", lambda: train(optimizer, model, 1, step_of=clip_at_once))
 
 
-def save_and_load(folder, model, optimizer, compression, save):
+def shared_folder():
+    return gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else None)[0]
+
+
+def save_and_load(folder, model, optimizer, save, **more):
     weights, state = get_state_dict(model, optimizer)
-    content = {"model": weights, "optimizer": state, "compression": dgc.RankState(compression, optimizer)}
+    content = {"model": weights, "optimizer": state, **more}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        if save:
-            return dcp.save(content, checkpoint_id=folder)
-        dcp.load(content, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    return None
+        (dcp.save if save else dcp.load)(content, checkpoint_id=folder)
+    if not save:
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
 @case
 def a_resumed_run_continues_bit_for_bit():
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-
-    def adam(model):
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    for make_optimizer, options in ((lambda model: None, {}), (adam, {"momentum": 0.0})):
+    folder = shared_folder()
+    for make_optimizer, options in ((sgd, {}), (adamw, {"momentum": 0.0})):
         straight, resumed = make_model(), make_model(seed=1)
         optimizer, compression = wrap(straight, make_optimizer(straight), sparsity=0.9, min_numel=64, **options)
         train(optimizer, straight, 5)
         optimizer.zero_grad()
         compression.average(optimizer)
         before = as_bytes(compression.state_dict())
-        save_and_load(folder[0], straight, optimizer, compression, save=True)
+        save_and_load(folder, straight, optimizer, save=True, compression=dgc.RankState(compression, optimizer))
         assert as_bytes(compression.state_dict()) == before
         train(optimizer, straight, 5, start=5)
         compression.close()
         optimizer, compression = wrap(resumed, make_optimizer(resumed), sparsity=0.9, min_numel=64, **options)
-        save_and_load(folder[0], resumed, optimizer, compression, save=False)
+        save_and_load(folder, resumed, optimizer, save=False, compression=dgc.RankState(compression, optimizer))
         assert as_bytes(compression.state_dict()) == before
         train(optimizer, resumed, 5, start=5)
         assert digest(shards(resumed)) == digest(shards(straight))
@@ -274,13 +251,12 @@ def a_resumed_run_continues_bit_for_bit():
 
 @case(from_dense=(False, True))
 def a_checkpoint_without_the_compressors_state_carries_the_momentum(from_dense):
-    folder, expected = [tempfile.mkdtemp()], None
-    dist.broadcast_object_list(folder)
+    folder, expected = shared_folder(), None
     for save in (True, False):
         dense = save and from_dense
         model = make_model(None if dense else "shard", seed=int(not save))
         if dense:
-            optimizer, compression = torch.optim.SGD(model.parameters(), **SGD), None
+            optimizer, compression = sgd(model), None
         else:
             optimizer, compression = wrap(model, sparsity=0.9, min_numel=64)
         if save:
@@ -289,13 +265,10 @@ def a_checkpoint_without_the_compressors_state_carries_the_momentum(from_dense):
             optimizer.zero_grad()
         if compression is not None:
             compression.average(optimizer)
-        weights, state = get_state_dict(model, optimizer)
-        content = {"model": weights, "optimizer": state}
-        (dcp.save if save else dcp.load)(content, checkpoint_id=folder[0])
+        save_and_load(folder, model, optimizer, save)
         if save:
             expected = optimizer.state_dict()["state"]
         else:
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
             found = optimizer.state_dict()["state"]
             for i, entry in expected.items():
                 momentum = entry["momentum_buffer"].full_tensor()
@@ -309,11 +282,10 @@ def a_checkpoint_without_the_compressors_state_carries_the_momentum(from_dense):
 @case
 def shards_are_broadcast_among_replicas():
     model = make_model(seed=dist.get_rank() // 2)
-    optimizer, compression = wrap(model)
+    optimizer, _ = wrap(model)
     on_every_rank(dgc.ConfigError, r"dgc\.torch\.broadcast_parameters", lambda: train(optimizer, model, 1))
-    compression.close()
     model = make_model(seed=dist.get_rank() // 2)
-    optimizer, compression = wrap(model)
+    optimizer, _compression = wrap(model)
     dgc.broadcast_parameters(model.state_dict(), root_rank=1, group=MESH["replicate"].get_group())
     assert digest(shards(model)) == digest(shards(make_model(seed=1)))
     train(optimizer, model, 2)
@@ -330,15 +302,14 @@ def bad_input():
 
 @case
 def parameters_outside_of_fully_shard_are_refused():
-    torch.manual_seed(0)
     model = Net()
     for layer in (*model.layers[::2], model.one):
         fully_shard(layer, mesh=MESH["shard"])
     text = r"'out\.weight', 'out\.bias': no fully_shard\(\) holds these"
     on_every_rank(dgc.ConfigError, text, lambda: wrap(model))
-    sgd, where = torch.optim.SGD(model.parameters(), lr=0.1), MESH["replicate"].get_group()
+    plain, where = sgd(model), MESH["replicate"].get_group()
     text = r"^a parameter of shape \(5, 64\), a parameter of shape \(5,\): no fully_shard"
-    unnamed = lambda: dgc.DistributedOptimizer(sgd, compression=dgc.Compression.dgc(), group=where)  # noqa: E731
+    unnamed = lambda: dgc.DistributedOptimizer(plain, compression=dgc.Compression.dgc(), group=where)  # noqa: E731
     on_every_rank(dgc.ConfigError, text, unnamed)
     model.out.requires_grad_(False)
     optimizer, _compression = wrap(model)
@@ -350,16 +321,14 @@ def parameters_outside_of_fully_shard_are_refused():
 def nodes_of_one_rank_may_have_parameters_outside_of_fully_shard():
     """They are as whole there as the shards."""
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
-    model, expected = Net(), DistributedDataParallel(make_plain())
+    model, expected = Net(), DistributedDataParallel(Net())
     for layer in model.layers[::2]:
         fully_shard(layer, mesh=mesh["shard"])
+    plain = sgd(expected)
     compression, group = close_later(dgc.Compression.dgc(**EXACT)), mesh["replicate"].get_group()
-    plain = torch.optim.SGD(model.parameters(), **SGD)
-    optimizer = dgc.DistributedOptimizer(plain, model.named_parameters(), compression=compression, group=group)
-    others = torch.optim.SGD(expected.parameters(), **SGD)
+    optimizer = dgc.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression, group=group)
     for step in range(10):
-        for net, steps in ((model, optimizer), (expected, others)):
+        for net, steps in ((model, optimizer), (expected, plain)):
             steps.zero_grad()
             loss_of(net, step).backward()
             steps.step()

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import horovod.torch as hvd
 import torch
-from adapters_torch.workers.tensors import assert_replicas_identical, raises
+from adapters_torch.workers.tensors import assert_replicas_identical, loss_of, make_model, raises
 from torch import nn
 from worker_tools import case
 
@@ -12,27 +12,14 @@ import dgc.torch as dgc
 from dgc.errors import ConfigError
 from dgc.torch import fuse_optimizer, is_fused_optimizer
 
-hvd.init()
-RANK = hvd.rank()
-
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
 }
 
 
-def make_model():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
 def named(model, prefix):
     return [(f"{prefix}.{key}", p) for key, p in model.named_parameters()]
-
-
-def loss_of(model, step):
-    draw = torch.Generator().manual_seed(100 * step + RANK)
-    return (model(torch.randn(8, 7, generator=draw)) ** 2).mean() * (1 + RANK)
 
 
 def kernels_seen(model, optimizer):

@@ -26,6 +26,18 @@ import dgc.torch as dgc
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
+def require_dense_equality(model, optimizer, reference, plain, loss, steps, bound):
+    """Train; the reference on the mean of all ranks' ``loss(model, step, rank)``."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, step, hvd.rank()).backward()
+        optimizer.step()
+        plain.zero_grad()
+        (sum(loss(reference, step, rank) for rank in range(hvd.size())) / hvd.size()).backward()
+        plain.step()
+    assert worst_difference(model, reference) <= bound
+
+
 # -- types -----------------------------------------------------------------------------------------------------------
 
 
@@ -87,18 +99,12 @@ def gradients_that_are_not_contiguous_equal_dense_training(way):
     reference = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 3))
     reference.load_state_dict(model.state_dict())
     optimizer, _ = wrap(way, model, sgd(model, weight_decay=0.01), **EXACT)
-    plain = sgd(reference, weight_decay=0.01)
-    for step in range(4):
-        seeds = [torch.Generator().manual_seed(10 * step + rank) for rank in range(hvd.size())]
-        data = [torch.randn(4, 8, 9, 9, generator=seed) for seed in seeds]
-        optimizer.zero_grad()
-        model(data[hvd.rank()].to(memory_format=torch.channels_last)).square().mean().backward()
-        optimizer.step()
-        plain.zero_grad()
-        for x in data:
-            (reference(x).square().mean() / hvd.size()).backward()
-        plain.step()
-    assert worst_difference(model, reference) <= 1e-4
+
+    def loss(net, step, rank):
+        x = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(10 * step + rank))
+        return net(x.to(memory_format=torch.channels_last) if net is model else x).square().mean()
+
+    require_dense_equality(model, optimizer, reference, sgd(reference, weight_decay=0.01), loss, 4, bound=1e-4)
 
 
 class Embeddings(nn.Module):
@@ -119,17 +125,10 @@ class Embeddings(nn.Module):
 @case(way="ab")
 def gradients_that_share_memory_are_exchanged_apart(way):
     expected, model = Embeddings(), Embeddings()
-    plain = sgd(expected, lr=0.5)
+    expected.loss(0, 0).backward()
+    assert expected.position.grad.data_ptr() == expected.kind.grad.data_ptr(), "find another model for this test"
     optimizer, _ = wrap(way, model, sgd(model, lr=0.5), **EXACT, bucket_bytes=1)  # a bucket for each
-    for step in range(8):
-        plain.zero_grad()
-        (sum(expected.loss(step, rank) for rank in range(hvd.size())) / hvd.size()).backward()
-        plain.step()
-        optimizer.zero_grad()
-        model.loss(step, hvd.rank()).backward()
-        assert model.position.grad.data_ptr() == model.kind.grad.data_ptr(), "find another model for this test"
-        optimizer.step()
-    assert worst_difference(model, expected) <= 1e-5
+    require_dense_equality(model, optimizer, expected, sgd(expected, lr=0.5), Embeddings.loss, 8, bound=1e-5)
 
 
 # -- tied weights ----------------------------------------------------------------------------------------------------
@@ -186,17 +185,13 @@ def sparse_gradients_are_sent_dense_if_the_script_says_so(excluded):
     reference = copy.deepcopy(model)
     trained = reference[0] if excluded else reference
     plain = type(inner)(list(trained.parameters()), lr=inner.defaults["lr"])
-    for step in range(5):
-        optimizer.zero_grad()
-        seeds = [torch.Generator().manual_seed(9 * step + rank) for rank in range(hvd.size())]
-        words = [torch.randint(0, 50, (8, 4), generator=seed) for seed in seeds]
-        model(words[hvd.rank()]).square().mean().backward()
-        optimizer.step()
-        plain.zero_grad()
-        sum(reference(w).square().mean() / len(words) for w in words).backward()
-        plain.step()
+
+    def loss(net, step, rank):
+        words = torch.randint(0, 50, (8, 4), generator=torch.Generator().manual_seed(9 * step + rank))
+        return net(words).square().mean()
+
+    require_dense_equality(model, optimizer, reference, plain, loss, 5, bound=1e-5)
     assert_replicas_identical(model)
-    assert worst_difference(model, reference) <= 1e-5
 
 
 @case(way="ab", beside_dense_ones=(False, True))
