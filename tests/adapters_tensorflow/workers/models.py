@@ -19,10 +19,8 @@ hvd.init()
 keras = tf.keras
 LEGACY = keras.optimizers.SGD.__module__.startswith("tf_keras")
 
-BEFORE_RAMPUP = {"rampup_begin_step": 1000}
 SPARSITY_0 = {"sparsity": 0.0, "momentum_masking": False, "min_numel": 64}
 SPARSE = {"sparsity": 0.99, "min_numel": 64}
-TOLERANCE = {"before": 1e-6, "zero": 1e-5}
 
 OPTIMIZERS = {
     "plain": {"momentum": 0.0},
@@ -31,6 +29,7 @@ OPTIMIZERS = {
     "decoupled decay": {"momentum": 0.9, "weight_decay": 0.01},
 }
 
+ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
 loss_function = keras.losses.MeanSquaredError()
 
 
@@ -81,6 +80,10 @@ def schedule():
 
 def short_schedule():
     return keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.05, 0.01, 0.08])
+
+
+def mean_of_ranks(arrays):
+    return [np.asarray(hvd.allreduce(tf.constant(v), name="mean")) for v in arrays]
 
 
 def raw(variables):
@@ -231,6 +234,11 @@ def assert_close(found, wanted, tolerance):
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         difference = np.abs(a.astype(np.float64) - b).max()
         assert difference <= tolerance * np.abs(b).max(), f"tensor {i}: {difference} against {np.abs(b).max()}"
+
+
+def assert_equal(found, wanted, message=""):
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b, message)
 
 
 def assert_replicas(arrays):

@@ -69,20 +69,3 @@ def assert_close(own, oracle, bound=2e-6):
     for i, (v, expected) in enumerate(zip(own, oracle.parameters, strict=True)):
         worst = np.abs(v.numpy().ravel() - expected).max() / np.abs(expected).max()
         assert worst <= bound, f"variable {i} differs by {worst:.2e}"
-
-
-def assert_equal(own, other):
-    for i, (a, b) in enumerate(zip(own, other, strict=True)):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), f"variable {i}")
-
-
-def raises(kind, text, action):
-    """``action`` raises an error of this kind with this text; returns it."""
-    caught = None
-    try:
-        action()
-    except kind as error:
-        caught = error
-    assert caught is not None, f"nothing was raised; expected {kind.__name__} with {text!r}"
-    assert text in str(caught), f"{text!r} is not in: {caught}"
-    return caught
