@@ -2,8 +2,8 @@
 
 import errno
 import inspect
-import os
 import shutil
+from unittest.mock import patch
 
 import horovod.tensorflow as hvd
 import models as m
@@ -100,28 +100,14 @@ def go_on(*names):
     remove(folder)
 
 
-def first_u(state):
-    return next(iter(state["parameters"].values()))["u"]
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    place = data.find(first_u(load_state(path))[:8].tobytes())
-    assert place > 0
-    data[place + 5] ^= 16
-    path.write_bytes(bytes(data))
-
-
 def not_finite(path):
     state = load_state(path)
-    first_u(state)[3] = np.nan
+    next(iter(state["parameters"].values()))["u"][3] = np.nan
     save_state(path, state)
 
 
 DAMAGES = {
-    "empty": (lambda path: path.write_bytes(b""), "empty.npz is no state of a compressor"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-300]), "cut off.npz is no state of a compressor"),
-    "a bit flipped": (flip, "a bit flipped.npz is no state of a compressor"),
     "not finite": (not_finite, "not finite"),
     "of another model": (lambda path: shutil.copy(path.with_name("wide.npz"), path), "belongs to another model"),
 }
@@ -152,19 +138,10 @@ def a_full_disk_leaves_the_old_file():
     folder = m.shared_folder()
     model, path = compiled(), folder / "state.npz"
     m.fit(model, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")])
-    before, flush = path.read_bytes(), os.fsync
-
-    def full(file):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    os.fsync = full
-    try:
-        on_every_rank(
-            lambda: m.fit(model, 1, first=2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")]),
-            "state.npz could not be written: No space left on device",
-        )
-    finally:
-        os.fsync = flush
+    before, again = path.read_bytes(), [dgck.callbacks.CompressionCheckpoint(folder / "state")]
+    with patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        told = "state.npz could not be written: No space left on device"
+        on_every_rank(lambda: m.fit(model, 1, first=2, callbacks=again), told)
     m.barrier()
     assert path.read_bytes() == before
     assert list(folder.iterdir()) == [path]
