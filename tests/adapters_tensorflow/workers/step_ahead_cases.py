@@ -241,24 +241,6 @@ def one_rank_goes_on_from_a_saved_model_and_all_compile_a_new_optimizer():
     assert_average(model)
 
 
-@case
-def a_saved_model_trains_on():
-    model = made("adamw")
-    m.fit(model, 4)
-    model.optimizer.compression.average(model.optimizer)
-    m.assert_replicas([np.asarray(v) for v in m.raw(model.optimizer.variables)])
-    folder = m.shared_folder()
-    m.save(model, folder / "model.keras")
-    again = keras.models.load_model(folder / "model.keras")
-    assert again.optimizer.compression.config.steps_ahead
-    m.assert_replicas(m.values(again))
-    with m.warned("is lost") as texts:
-        m.fit(again, 4, first=4, callbacks=[ROOT(0)])
-    assert not texts
-    assert_shared(again)
-    assert_average(again)
-
-
 def assert_resumed(found, wanted):
     m.assert_equal(m.values(found), m.values(wanted))
     assert_shared(found)
