@@ -1,6 +1,7 @@
 """Start real multi-rank jobs from tests, and read back what each rank found."""
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
@@ -246,10 +247,8 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     # psutil compares creation times, so a number that meanwhile belongs to somebody else is left alone.
     _, alive = psutil.wait_procs(started, timeout=1)
     for child in alive:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(alive, timeout=60)
 
 

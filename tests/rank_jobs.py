@@ -211,8 +211,9 @@ class Job:
                     waiting.discard(rank)
                     if not answer:
                         good, limit = False, min(deadline, time.monotonic() + PATIENCE)
-        for rank in waiting:
-            self._ask_where(rank)
+        if waiting:
+            self._signal(signal.SIGUSR1, waiting)  # so that they write the stacks of their threads
+            time.sleep(0.5)
         return good and not waiting, bool(waiting) and good
 
     def _answer(self, rank: int) -> bool | None:
@@ -231,20 +232,10 @@ class Job:
         self._buffers[rank] = rest
         return bool(json.loads(line)["good"])
 
-    def _ask_where(self, rank: int) -> None:
-        """Let a rank write the stacks of its threads."""
-        try:
-            psutil.Process(self._pids[rank]).send_signal(signal.SIGUSR1)
-        except psutil.NoSuchProcess:
-            return
-        time.sleep(0.5)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self._pids.values():
-            try:
-                psutil.Process(pid).send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
+    def _signal(self, number: signal.Signals, ranks: Iterable[int] | None = None) -> None:
+        for rank in self._pids if ranks is None else ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(self._pids[rank]).send_signal(number)
 
     def _written(self, folder: Path, name: str, good: bool) -> str:
         """What the ranks wrote to stdout or stderr, and if they went down, what the launcher has to say."""

@@ -35,6 +35,11 @@ def table_with(page, *firsts):
     return [(heads[1:], rows) for heads, rows in tables(page) if set(firsts) <= set(rows)]
 
 
+def of(rows, setting, figure="loss", **where):
+    """The figures of the rows with this setting, and with these other values."""
+    return [row[figure] for row in rows if {"setting": setting, **where}.items() <= row.items()]
+
+
 def numbers(text):
     return [float(each.replace(",", "")) for each in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
@@ -152,18 +157,13 @@ def test_distances_from_dense_with_classic_error_feedback():
         (cells,) = [cells for first, cells in table.items() if first.startswith(name)]
         rows = rows_of(result)
         for said, count in zip(cells[1].split(";"), steps, strict=True):
-            means = [
-                statistics.fmean(r["loss"] for r in rows if (r["setting"], r["steps"]) == (setting + suffix, count))
-                for setting in ("dense", "steps")
-            ]
+            means = [statistics.fmean(of(rows, setting + suffix, steps=count)) for setting in ("dense", "steps")]
             assert said.strip() == f"{100 * (means[1] / means[0] - 1):+.1f} %", (name, count)
-        fewer = {round(r["fewer"]) for r in rows if r["setting"] == "steps"}
-        assert fewer == {int(cells[2])}, name
-    readings = {setting: [] for setting in ("dense", "steps")}
-    for row in rows_of("adaptive-vit"):
-        if row["steps"] == 1000 and row["setting"] in readings:
-            readings[row["setting"]].append(row["accuracy"])
-    gain = statistics.fmean(readings["steps"]) - statistics.fmean(readings["dense"])
+        assert set(map(round, of(rows, "steps", "fewer"))) == {int(cells[2])}, name
+    dense, ours = (
+        statistics.fmean(of(rows_of("adaptive-vit"), setting, "accuracy", steps=1000)) for setting in ("dense", "steps")
+    )
+    gain = ours - dense
     (cells,) = [cells for first, cells in table.items() if first.startswith("a ViT")]
     assert cells[1] == f"{gain:+.1f} points"
 
@@ -278,7 +278,7 @@ def test_step_ahead_beside_dense_and_classic():
         ((_, others),) = table_with("docs/results.md", "tabular regression, 1,500 steps, loss")
         (cells,) = [cells for name, cells in others.items() if name.startswith(task)]
         for cell, setting in zip(cells, ("dense", "ahead", "steps"), strict=True):
-            assert numbers(cell) == [round(row[figure], digits) for row in rows if row["setting"] == setting], task
+            assert numbers(cell) == [round(each, digits) for each in of(rows, setting, figure)], task
     ((_, settings),) = table_with("docs/results.md", "the small GPT with Lion, two ranks of 32 sequences, three seeds")
     small, large = rows_of("step-ahead-gpt-64"), [*rows_of("adaptive-gpt-10m"), *rows_of("step-ahead-gpt-10m")]
     largest = [*rows_of("adaptive-gpt-19m"), *rows_of("step-ahead-gpt-19m")]
@@ -300,19 +300,17 @@ def test_step_ahead_beside_dense_and_classic():
     ):
         (cells,) = [cells for each, cells in settings.items() if each.startswith(name)]
         for cell, word in zip(cells, words, strict=False):
-            assert numbers(cell) == [round(row["loss"], 3) for row in among if row["setting"] == word], (name, word)
+            assert numbers(cell) == [round(loss, 3) for loss in of(among, word)], (name, word)
     (dense,), (ahead,) = ([row for row in longest if row["setting"] == word] for word in ("dense", "ahead"))
     assert f"the same, 1,000 steps ({ahead['fewer']:.0f} times fewer bytes)" in text_of("docs/results.md")
     said = f"{100 * (ahead['loss'] / dense['loss'] - 1):.1f} %"
     assert f"after 1,000 steps it was {said} behind with step-ahead" in readme
     assert f"but {said} after 1,000 steps" in text_of("docs/results.md")
     assert f"2,000 steps without `steps=` ({longer[1]['fewer']:.0f} times fewer bytes)" in text_of("docs/results.md")
-    both = {
-        word: [row for row in large if (row["setting"], row["steps"]) == (word, 600)] for word in ("dense", "ahead")
-    }
-    losses = " | ".join(f"{statistics.fmean(row['loss'] for row in rows):.3f}" for rows in both.values())
-    assert f"| 2 | 600 | {losses} | {both['ahead'][0]['fewer']:.0f}x |" in readme
-    behind = [100 * (a["loss"] / d["loss"] - 1) for d, a in zip(*both.values(), strict=True)]
+    both = [of(large, word, steps=600) for word in ("dense", "ahead")]
+    losses = " | ".join(f"{statistics.fmean(each):.3f}" for each in both)
+    assert f"| 2 | 600 | {losses} | {of(large, 'ahead', 'fewer', steps=600)[0]:.0f}x |" in readme
+    behind = [100 * (a / d - 1) for d, a in zip(*both, strict=True)]
     said = " and ".join(f"{each:.1f}" for each in behind)
     assert f"With step-ahead {said} % at 10.8 million (two seeds)" in text_of("docs/results.md")
     dense, ahead = (statistics.fmean(row["loss"] for row in found[setting]) for setting in ("dense", "ahead"))
@@ -348,16 +346,13 @@ def test_step_ahead_on_more_than_two_ranks():
         if ranks == 8:
             assert f"| 8 | 400 | {means['dense']:.3f} | {means['ahead']:.3f} | {fewer}x |" in readme
     rows = rows_of("step-ahead-gpt-64-ranks")
-    many = {row["setting"]: row for row in rows if row["seed"] == 0}
-    both = {word: [row["loss"] for row in rows if row["setting"] == word] for word in ("dense", "ahead")}
-    lost = f"{100 * (statistics.fmean(both['ahead']) / statistics.fmean(both['dense']) - 1):.1f} % behind"
-    ahead, dense = (" and ".join(f"{loss:.3f}" for loss in both[word]) for word in ("ahead", "dense"))
-    said = f"50 %, {many['ahead']['fewer']:.0f} times fewer bytes, {lost} (threads, two seeds: {ahead}, dense {dense})"
-    assert said in page
+    (fewer,) = of(rows, "ahead", "fewer", seed=0)
+    dense, ahead = (of(rows, word) for word in ("dense", "ahead"))
+    lost = f"{100 * (statistics.fmean(ahead) / statistics.fmean(dense) - 1):.1f} % behind"
+    dense, ahead = (" and ".join(f"{loss:.3f}" for loss in each) for each in (dense, ahead))
+    assert f"50 %, {fewer:.0f} times fewer bytes, {lost} (threads, two seeds: {ahead}, dense {dense})" in page
     rows = rows_of("step-ahead-gpt-32-ranks")
-    dense, half = (
-        " and ".join(f"{row['loss']:.3f}" for row in rows if row["setting"] == word) for word in ("dense", "ahead")
-    )
+    dense, half = (" and ".join(f"{loss:.3f}" for loss in of(rows, word)) for word in ("dense", "ahead"))
     assert f"32 ranks of two sequences each ended with 50 % at {half} (dense {dense})" in page
     assert f"**With 0.1 %** four ranks end {behind[4]['ahead,density=0.001']:.0f} % behind" in page
 
@@ -375,11 +370,9 @@ def test_step_ahead_with_sgd():
         ("cnn", "A CNN ended at {:.3f}, with `steps=` at {:.3f} and dense at {:.3f}"),
         ("unet", "a U-Net that removes noise at {:.2f}, with `steps=` at {:.2f} and dense at {:.2f} (means of three"),
     ):
-        rows = [row for row in rows_of(f"step-ahead-{task}") if row["steps"] == 500]
-        words = ("ahead,density=0.01", "steps", "dense")
-        means = [statistics.fmean(row["loss"] for row in rows if row["setting"] == word) for word in words]
-        assert text.format(*means) in page
-        assert {round(row["fewer"], -1) for row in rows if row["setting"] == words[0]} == {170}
+        rows, words = rows_of(f"step-ahead-{task}"), ("ahead,density=0.01", "steps", "dense")
+        assert text.format(*(statistics.fmean(of(rows, word, steps=500)) for word in words)) in page
+        assert {round(fewer, -1) for fewer in of(rows, words[0], "fewer", steps=500)} == {170}
 
 
 def test_sgd_in_a_longer_training():

@@ -49,18 +49,6 @@ def a_binding_that_failed_leaves_nothing():
         assert set(compression.engine.adoption.hyper.momentum) == {0.9}
 
 
-@case
-def a_keras_optimizer_whose_binding_failed_has_its_momentum():
-    wrong = m.make_model(width=32 + 8 * hvd.rank())
-    inner = keras.optimizers.SGD(0.1, momentum=0.9)
-    optimizer = dgck.DistributedOptimizer(inner, compression=dgck.Compression.dgc(sparsity=0.9))
-    pairs = [(tf.zeros_like(v), v) for v in m.raw(wrong.trainable_variables)]
-    for _ in range(2):
-        m.assert_raises(lambda: optimizer.apply_gradients(pairs), "variables differ between ranks")
-        assert not optimizer.compression.is_bound
-        assert inner.momentum == 0.9
-
-
 def in_a_graph():
     model, inner = m.make_model(), keras.optimizers.SGD(0.05, momentum=0.9)
     compression = dgc.Compression.dgc(optimizer=inner, **m.SPARSE)

@@ -23,27 +23,23 @@ def step(optimizer, variable, value=1.0):
     optimizer.apply_gradients([(tf.fill(variable.shape, value), variable)])
 
 
-@case
-def a_clip_of_dgc_momentums_velocity_is_refused():
-    for name, value in CLIPPING.items():
-        for graph in (False, True):
-            variable = tf.Variable(tf.zeros([64, 4]))
-            optimizer = dgck.DGCMomentum(0.1, 0.9, 3)
+@case(name=CLIPPING, graph=(False, True))
+def a_clip_of_dgc_momentums_velocity_is_refused(name, graph):
+    variable, optimizer = tf.Variable(tf.zeros([64, 4])), dgck.DGCMomentum(0.1, 0.9, 3)
 
-            def one(optimizer=optimizer, variable=variable):
-                step(optimizer, variable)
+    def one():
+        step(optimizer, variable)
 
-            run = tf.function(one) if graph else one
-            run()
-            before = np.asarray(variable).copy()
-            setattr(optimizer, name, value)
-            m.assert_raises(run, f"{name}={value}", "local_grad_clip_norm")
-            np.testing.assert_array_equal(np.asarray(variable), before)
-            setattr(optimizer, name, None)
-            optimizer.compression.reset()
-            run()
-            assert (np.asarray(variable) < before).all()
-            optimizer.compression.close()
+    run = tf.function(one) if graph else one
+    run()
+    before = np.asarray(variable).copy()
+    setattr(optimizer, name, CLIPPING[name])
+    m.assert_raises(run, f"{name}={CLIPPING[name]}", "local_grad_clip_norm")
+    np.testing.assert_array_equal(np.asarray(variable), before)
+    setattr(optimizer, name, None)
+    optimizer.compression.reset()
+    run()
+    assert (np.asarray(variable) < before).all()
 
 
 @case
