@@ -30,15 +30,6 @@ def one_model_more_on_rank_1(make=m.make_model):
     return make()
 
 
-def fit_embedding(optimizer, **compile_options):
-    model = one_model_more_on_rank_1(embedding_model)
-    model.compile(optimizer=optimizer, loss=m.loss_function, **compile_options)
-    generator = np.random.default_rng(hvd.rank())
-    x, y = generator.integers(0, 30, (32, 5)), generator.standard_normal((32, 3)).astype("f")
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    m.assert_replicas(m.values(model))
-
-
 @case
 def a_rank_with_one_more_model_trains_a_dense_wrapper():
     for options in ({}, {"run_eagerly": True}, TWO_PASSES):
@@ -47,14 +38,16 @@ def a_rank_with_one_more_model_trains_a_dense_wrapper():
         m.assert_replicas(m.values(model))
 
 
-@case
-def a_rank_with_one_more_model_trains_sparse_gradients():
-    for eager in (False, True):
-        for compression in (None, dgc.Compression.dgc(momentum=0.0, **m.SPARSE)):
-            inner = keras.optimizers.SGD(0.05)
-            dense = compression is not None
-            optimizer = dgck.DistributedOptimizer(inner, compression=compression, sparse_as_dense=dense)
-            fit_embedding(optimizer, run_eagerly=eager)
+@case(eager=(False, True), compressed=(False, True))
+def a_rank_with_one_more_model_trains_sparse_gradients(eager, compressed):
+    model, inner = one_model_more_on_rank_1(embedding_model), keras.optimizers.SGD(0.05)
+    compression = dgc.Compression.dgc(momentum=0.0, **m.SPARSE) if compressed else None
+    optimizer = dgck.DistributedOptimizer(inner, compression=compression, sparse_as_dense=compressed)
+    model.compile(optimizer=optimizer, loss=m.loss_function, run_eagerly=eager)
+    generator = np.random.default_rng(hvd.rank())
+    x, y = generator.integers(0, 30, (32, 5)), generator.standard_normal((32, 3)).astype("f")
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    m.assert_replicas(m.values(model))
 
 
 @case
