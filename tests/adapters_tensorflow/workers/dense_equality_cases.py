@@ -12,10 +12,16 @@ keras = m.keras
 STEPS = 14
 
 
-def by_tape(options, optimizer, **arguments):
-    """A custom loop behind dgc's tape (``way="wrapper"``), Horovod's own ("stock"), or that without compression."""
-    way = arguments.pop("way", "wrapper") if options is not None else "dense"
-    return m.train_loop(way, options, optimizer=optimizer, steps=STEPS, **arguments)
+def by_tape(options, optimizer, graph, way="wrapper"):
+    """A custom loop at changing learning rates; without options, dense by Horovod's tape."""
+    model, inner = m.make_model(), keras.optimizers.SGD(0.05, **m.OPTIMIZERS[optimizer])
+    way = "dense" if options is None else way
+    compression, library = m.compressor(way, model, inner, **(options or {}))
+    one = m.stepper(model, inner, compression, library, graph)
+    for step in range(STEPS):
+        inner.learning_rate = m.rate(step)
+        one(step)
+    return m.values(model), compression
 
 
 def by_fit(options, optimizer, **arguments):

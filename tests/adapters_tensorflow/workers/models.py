@@ -138,17 +138,6 @@ def compressor(way, model, inner, **options):
     return dgc.Compression.dgc(*named, optimizer=inner, **options), dgc if way == "wrapper" else hvd
 
 
-def train_loop(way, options=None, *, optimizer="momentum", graph=True, steps=20, hvd_options=None):
-    """A custom loop at changing learning rates; see :func:`compressor`."""
-    model, inner = make_model(), keras.optimizers.SGD(0.05, **OPTIMIZERS[optimizer])
-    compression, library = compressor(way, model, inner, **(options or {}))
-    one = stepper(model, inner, compression, library, graph, **(hvd_options or {}))
-    for step in range(steps):
-        inner.learning_rate = rate(step)
-        one(step)
-    return values(model), compression
-
-
 def compiled(inner, model=None, *, wrapped=True, compression=None, process_set=None, op=None, **options):
     """A model compiled with ``inner``, which is made distributed unless ``wrapped`` is False.
 

@@ -11,12 +11,9 @@ import dgc.tensorflow as dgc
 SHAPES = [(16, 1024), (16384,), (127, 129), (64, 3), (30,)]  # the third has 16383 elements
 
 
-def make_variables(shapes=None, dtype=tf.float32):
+def make_variables(shapes=None):
     generator = np.random.default_rng(4)
-    return [
-        tf.Variable(tf.cast(generator.standard_normal(s).astype("f"), dtype), name=f"w{i}")
-        for i, s in enumerate(shapes or SHAPES)
-    ]
+    return [tf.Variable(generator.standard_normal(s).astype("f"), name=f"w{i}") for i, s in enumerate(shapes or SHAPES)]
 
 
 def gradient(shape, step, i, rank=None):
@@ -28,14 +25,10 @@ def make(**options):
     return dgc.DGCMomentum(**{"learning_rate": 0.1, "momentum": 0.9, "rampup_begin_step": 0, **options})
 
 
-def apply(optimizer, own, step):
-    gradients = [tf.cast(gradient(v.shape, step, i), v.dtype) for i, v in enumerate(own)]
-    optimizer.apply_gradients(zip(gradients, own, strict=True))
-
-
 def train(optimizer, own, steps, start=0):
     for step in range(start, start + steps):
-        apply(optimizer, own, step)
+        gradients = [tf.constant(gradient(v.shape, step, i)) for i, v in enumerate(own)]
+        optimizer.apply_gradients(zip(gradients, own, strict=True))
 
 
 def train_in_graph(optimizer, own, steps, start=0):
