@@ -28,17 +28,11 @@ def make_toolchain(**changes):
     return Toolchain(**values)
 
 
-def write_sources(root, **replaced):
-    """Files with the lines that the edits look for; ``replaced`` exchanges the text of some."""
-    for path in {edit.path for edit in build_horovod.EDITS}:
-        file = root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = [f"    {edit.old}\n" for edit in build_horovod.EDITS if edit.path == path]
-        file.write_text(replaced.get(file.name, "".join(["first\n", *lines, "last\n"])))
-
-
 def test_every_edit_is_made_and_other_lines_stay(tmp_path):
-    write_sources(tmp_path)
+    for path in {edit.path for edit in build_horovod.EDITS}:
+        lines = [f"    {edit.old}\n" for edit in build_horovod.EDITS if edit.path == path]
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("".join(["first\n", *lines, "last\n"]))
     build_horovod.apply_edits(tmp_path)
     for edit in build_horovod.EDITS:
         text = (tmp_path / edit.path).read_text()

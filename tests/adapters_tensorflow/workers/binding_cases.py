@@ -17,14 +17,6 @@ from dgc.errors import LayoutError
 keras = m.keras
 
 
-def trained(steps, **options):
-    model = m.make_model()
-    compression = dgc.Compression.dgc(momentum=0.9, sparsity=0.9, **options)
-    for step in range(steps):
-        m.tape_step(model, compression, step)
-    return model, compression
-
-
 @case
 def a_binding_that_failed_leaves_nothing():
     wrong, model = m.make_model(width=32 + 8 * hvd.rank()), m.make_model()
@@ -191,16 +183,18 @@ def arguments_of_the_wrapper():
 @case
 def a_model_is_copied_without_its_compressor():
     """As scripts do that keep averaged weights; a compressor itself cannot be copied once it is bound."""
-    model, compression = trained(2, exclude=["bias"])
+    model, options = m.make_model(), {"momentum": 0.9, "sparsity": 0.9}
+    compression = dgc.Compression.dgc(exclude=["bias"], **options)
+    for step in range(2):
+        m.tape_step(model, compression, step)
     for copied in (copy.deepcopy(model), keras.models.clone_model(model)):
         copied.set_weights(model.get_weights())
         m.tape_step(model, compression, 2)
-        other = dgc.Compression.dgc(momentum=0.9, sparsity=0.9)
+        other = dgc.Compression.dgc(**options)
         m.assert_replicas([np.asarray(g) for g in m.tape_step(copied, other)])
         other.close()
     m.assert_raises(lambda: copy.deepcopy([compression]), "load_state_dict", kinds=(TypeError,))
-    settings = copy.deepcopy(dgc.Compression.dgc(momentum=0.9, sparsity=0.9))
-    assert not settings.is_bound
+    assert not copy.deepcopy(dgc.Compression.dgc(**options)).is_bound
 
 
 @case

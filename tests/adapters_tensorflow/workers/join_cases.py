@@ -31,13 +31,6 @@ def tape_run(gap, options=None):
     return model, inner, compression, train
 
 
-def joined_dense(gap):
-    model, inner, _, train = tape_run(gap)
-    hvd.join()
-    hvd.broadcast_variables(m.raw([*model.trainable_variables, *variables_of(inner)]), root_rank=MOST)
-    return model, train
-
-
 def variables_of(optimizer):
     listed = optimizer.variables
     return list(listed() if callable(listed) and not isinstance(listed, list) else listed)
@@ -46,7 +39,9 @@ def variables_of(optimizer):
 @case
 def a_tape_equals_horovods_join_at_sparsity_0():
     for gap in (1, 5):
-        dense, train_dense = joined_dense(gap)
+        dense, inner, _, train_dense = tape_run(gap)
+        hvd.join()
+        hvd.broadcast_variables(m.raw([*dense.trainable_variables, *variables_of(inner)]), root_rank=MOST)
         model, _, compression, train = tape_run(gap, m.SPARSITY_0)
         assert dgc.join(compression) == MOST
         m.assert_close(m.values(model), m.values(dense), 1e-5)
