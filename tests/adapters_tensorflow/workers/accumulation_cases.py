@@ -10,7 +10,6 @@ import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 
 keras = m.keras
-TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
 
 
 ACCUMULATING = {
@@ -45,7 +44,7 @@ def accumulated_passes_equal_one_large_batch():
     m.fit(large, 10, batch_size=16)
     dense, compressed = (None, {}), (dgc.Compression.dgc(**m.SPARSITY_0), {})
     for compression, options in (dense, (None, {"run_eagerly": True}), compressed):
-        model = m.compile_model(compression, learning_rate=0.05, **options, **TWO_PASSES)
+        model = m.compile_model(compression, learning_rate=0.05, **options, **m.TWO_PASSES)
         m.fit(model, 10)
         m.assert_close(m.values(model), m.values(large), 1e-5)
         assert int(model.optimizer.iterations) == 10

@@ -11,12 +11,12 @@ import dgc.tensorflow.keras as dgck
 from dgc.tensorflow.adoption import optimizer_variables
 
 keras = m.keras
-ROOT = m.ROOT
 
 
 @case
 def weights_that_only_the_root_loads_leave_nothing_of_the_abandoned_run():
-    model, again, seen = m.eager(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE)), ROOT(0), []
+    model = m.eager(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE))
+    again, seen = m.ROOT(0), []
     start = m.values(model)
     m.fit(model, 4, callbacks=[again])
     engine = model.optimizer.compression.engine
@@ -42,14 +42,14 @@ def replicas_are_compared_again_after_a_broadcast():
     if hvd.size() == 1:
         raise SkipCase("one rank has no replicas")
     model = m.eager(keras.optimizers.SGD(0.05, momentum=0.9), dgc.Compression.dgc(**m.SPARSE))
-    m.fit(model, 3, callbacks=[ROOT(0)])
+    m.fit(model, 3, callbacks=[m.ROOT(0)])
     weight = m.raw(model.trainable_variables)[0]
 
     class Spoil(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             weight.assign_add(tf.ones_like(weight) * float(hvd.rank()))
 
-    m.assert_raises(lambda: m.fit(model, 2, callbacks=[ROOT(0), Spoil()]), "do not train the same model")
+    m.assert_raises(lambda: m.fit(model, 2, callbacks=[m.ROOT(0), Spoil()]), "do not train the same model")
 
 
 @case
@@ -58,7 +58,7 @@ def the_root_s_weights_and_averaged_metrics_reach_everybody():
     compression = dgc.Compression.dgc(**m.SPARSE)
     m.compile_model(compression, model=model, run_eagerly=True)
     assert m.replicas_differ(m.values(model))
-    history = m.fit(model, 6, callbacks=[ROOT(0), dgck.callbacks.MetricAverageCallback()])
+    history = m.fit(model, 6, callbacks=[m.ROOT(0), dgck.callbacks.MetricAverageCallback()])
     m.assert_replicas(m.values(model))
     m.assert_replicas([np.asarray(history["loss"], np.float64)])
 
@@ -83,7 +83,7 @@ def only_one_rank_loads_the_model(optimizer):
     built = m.compiled(make(), m.make_model(7), compression=dgc.Compression.dgc(**m.SPARSE))
     again = keras.models.load_model(path) if hvd.rank() == 0 else built
     restoring = dgck.callbacks.CompressionCheckpoint(folder / "dgc-{epoch:02d}", save_freq=1000)
-    m.fit(again, 4, first=8, callbacks=[ROOT(0), restoring])
+    m.fit(again, 4, first=8, callbacks=[m.ROOT(0), restoring])
     m.fit(model, 4, first=8)
     model.optimizer.compression.average(model.optimizer)  # as the callback does at the end of the other fit()
     found, wanted = (
@@ -107,7 +107,7 @@ def only_one_rank_loads_a_model_that_the_others_cannot_go_on_with():
     fresh = m.compile_model(dgc.Compression.dgc(), model=m.make_model())
     for name, others, text in (("lacks", fresh, "which cannot be saved"), ("whole", whole, "load it on every rank")):
         model = others if hvd.rank() else keras.models.load_model(folder / f"{name}.keras")
-        told = m.assert_raises(lambda: m.fit(model, 1, callbacks=[ROOT(0)]), text)  # noqa: B023
+        told = m.assert_raises(lambda: m.fit(model, 1, callbacks=[m.ROOT(0)]), text)  # noqa: B023
         assert "rank 0" in told or hvd.rank() == 0
     m.fit(whole, 1)
     m.assert_replicas(m.values(whole))
@@ -121,10 +121,10 @@ def a_model_without_variables_is_broadcast_after_its_first_step():
         options = {"run_eagerly": eager, "steps_per_execution": steps}
         m.compiled(keras.optimizers.SGD(0.05, momentum=0.9), model, compression=dgc.Compression.dgc(), **options)
         if steps == 1:
-            m.fit(model, 6, callbacks=[ROOT(0)])
+            m.fit(model, 6, callbacks=[m.ROOT(0)])
             m.assert_replicas(m.values(model))
         else:
-            m.assert_raises(lambda: m.fit(model, 8, callbacks=[ROOT(0)]), "build the model before fit()")  # noqa: B023
+            m.assert_raises(lambda: m.fit(model, 8, callbacks=[m.ROOT(0)]), "build the model before fit()")  # noqa: B023
 
 
 @case
@@ -133,12 +133,12 @@ def a_broadcast_goes_by_place_and_refuses_models_that_differ():
         keras.optimizers.SGD(0.1)  # Keras numbers its optimizers: from here on names differ between the ranks
     model = m.make_model(seed=hvd.rank())
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    callback = ROOT(0)
+    callback = m.ROOT(0)
     callback.set_model(model)
     callback.on_train_begin()
     assert not m.replicas_differ(m.values(model))
     other = m.make_model(width=32 + 8 * hvd.rank())
     other.compile(keras.optimizers.SGD(0.1), "mse")
-    callback = ROOT(0)
+    callback = m.ROOT(0)
     callback.set_model(other)
     m.assert_raises(callback.on_train_begin, "variables differ between ranks: number 0 is '", "kernel' (20, 32)")

@@ -11,7 +11,6 @@ import dgc.tensorflow.keras as dgck
 from dgc.core.state_file import load_state
 
 keras = m.keras
-ROOT = m.ROOT
 
 
 @case
@@ -73,7 +72,7 @@ def a_fit_that_a_callback_ends_on_one_rank_is_an_error_on_all():
         model = m.compile_model(compression, learning_rate=0.05, run_eagerly=eager)
         stop = StopAt(1 if hvd.rank() == own else 9)
         m.assert_raises(
-            lambda: m.fit(model, 2, callbacks=[ROOT(0), stop], epochs=4),  # noqa: B023
+            lambda: m.fit(model, 2, callbacks=[m.ROOT(0), stop], epochs=4),  # noqa: B023
             f"rank {own} has ended fit()",
             "MetricAverageCallback",
         )
@@ -86,9 +85,9 @@ def a_fit_that_a_callback_ends_on_all_ranks_changes_nothing():
         for callbacks in ([], [StopAt(stop_at if hvd.rank() or epochs > 2 else 9)]):
             compression = dgc.Compression.dgc(**m.SPARSE)
             model = m.compile_model(compression, learning_rate=0.05)
-            m.fit(model, 2, callbacks=[ROOT(0), *callbacks], epochs=epochs if callbacks else 2)
+            m.fit(model, 2, callbacks=[m.ROOT(0), *callbacks], epochs=epochs if callbacks else 2)
             assert compression.stats.steps == 4
-            m.fit(model, 2, 2, callbacks=[ROOT(0)])
+            m.fit(model, 2, 2, callbacks=[m.ROOT(0)])
             found.append(m.values(model))
         m.assert_equal(*found)
 

@@ -21,6 +21,7 @@ LEGACY = keras.optimizers.SGD.__module__.startswith("tf_keras")
 
 SPARSITY_0 = {"sparsity": 0.0, "momentum_masking": False, "min_numel": 64}
 SPARSE = {"sparsity": 0.99, "min_numel": 64}
+TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
 
 OPTIMIZERS = {
     "plain": {"momentum": 0.0},

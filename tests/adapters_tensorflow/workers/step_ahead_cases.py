@@ -12,7 +12,6 @@ import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 
 keras = m.keras
-ROOT = m.ROOT
 AHEAD = {"error_feedback": "step-ahead", "min_numel": 64}
 EXACT = {**AHEAD, "sparsity": 0.0, "values": "float32", "small": "float32"}
 SPARSE = {**AHEAD, "sparsity": 0.95}
@@ -55,7 +54,7 @@ def assert_average(model):
 @case(eager=EAGER)
 def an_exact_exchange_equals_dense_training(eager):
     found = made("sgd", EXACT, eager=EAGER[eager])
-    m.fit(found, 12, callbacks=[ROOT(0)])
+    m.fit(found, 12, callbacks=[m.ROOT(0)])
     dense = m.fitted(OPTIMIZERS["sgd"](), steps=12)
     m.assert_close(m.values(found), m.values(dense), 1e-5)
     m.assert_replicas(m.values(found))
@@ -69,7 +68,7 @@ def shared_values_are_the_same_on_all_ranks_with_every_optimizer(kind, eager):
     assert m.replicas_differ(m.values(model))
     assert model.optimizer.compression.stats.last.ratio > 2
     assert_average(model)
-    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
     assert_shared(model)
     m.assert_replicas(m.values(model))  # the callback averages at the end
 
@@ -154,7 +153,7 @@ def a_model_that_is_built_in_fit(eager, seeds):
     keras.utils.set_random_seed(1 + hvd.rank() * (seeds == "own"))
     model = keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(3)])
     model = made("adamw", {**AHEAD, "steps": 5}, model, EAGER[eager])
-    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
     assert_shared(model)
     m.fit(model, 1, callbacks=[])  # without the callback, which averages at the end of every fit()
     m.assert_replicas(m.values(model))
@@ -173,10 +172,10 @@ def an_average_keeps_weights_that_were_set_before_it():
 @case
 def a_second_fit_averages_the_momentum_as_well():
     model = made(options=EXACT)
-    m.fit(model, 4, callbacks=[ROOT(0)])
-    m.fit(model, 4, first=4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
+    m.fit(model, 4, first=4, callbacks=[m.ROOT(0)])
     dense = made(options=EXACT)
-    m.fit(dense, 8, callbacks=[ROOT(0)])
+    m.fit(dense, 8, callbacks=[m.ROOT(0)])
     m.assert_close(m.values(model), m.values(dense), 1e-5)
 
 
@@ -194,7 +193,7 @@ def a_restored_compressor_leaves_the_learning_rate_alone():
 @case
 def a_second_fit_with_a_new_callback_loses_nothing():
     model = made()
-    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
     seen = []
 
     class Watch(keras.callbacks.Callback):
@@ -202,7 +201,7 @@ def a_second_fit_with_a_new_callback_loses_nothing():
             seen.extend(m.values(self.model))
 
     wanted = m.mean_of_ranks(m.values(model))
-    m.fit(model, 4, callbacks=[ROOT(0), Watch()])
+    m.fit(model, 4, callbacks=[m.ROOT(0), Watch()])
     m.assert_close(seen, wanted, 1e-5)
     assert_average(model)
 
@@ -211,13 +210,13 @@ def a_second_fit_with_a_new_callback_loses_nothing():
 def compiling_a_new_optimizer_loses_nothing(broadcast, freeze):
     """As for fine-tuning: the former optimizer's unsent updates of all ranks count."""
     model = made("adamw", eager=False)
-    m.fit(model, 8, callbacks=[ROOT(0)])
+    m.fit(model, 8, callbacks=[m.ROOT(0)])
     mean = m.mean_of_ranks(model.get_weights())
     if freeze:
         model.layers[0].trainable = False
     model = made("adamw", {**SPARSE, "sparsity": 0.9}, model=model, eager=False)
     model.optimizer.learning_rate = 0.0
-    m.fit(model, 2, 8, callbacks=[ROOT(0)] if broadcast else [])
+    m.fit(model, 2, 8, callbacks=[m.ROOT(0)] if broadcast else [])
     m.assert_close(model.get_weights(), mean, 1e-5)
     m.assert_replicas(model.get_weights())
     model.optimizer.learning_rate = 1e-2
@@ -229,14 +228,14 @@ def compiling_a_new_optimizer_loses_nothing(broadcast, freeze):
 def one_rank_goes_on_from_a_saved_model_and_all_compile_a_new_optimizer():
     """The callback broadcasts. Only the other rank has the former optimizer, so nobody averages it."""
     model = made("adamw")
-    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
     model.optimizer.compression.average(model.optimizer)
     if hvd.rank() == 0:
         model = m.reloaded(model, keras.models.load_model)
     saved = model.get_weights()
     model = made("adamw", model=model)
     model.optimizer.learning_rate = 0.0
-    m.fit(model, 2, 4, callbacks=[ROOT(0)])
+    m.fit(model, 2, 4, callbacks=[m.ROOT(0)])
     m.assert_close(model.get_weights(), saved, 1e-6)
     assert_average(model)
 
@@ -319,8 +318,7 @@ def accumulated_passes_equal_dense_training():
     found = []
     compression = dgc.Compression.dgc(**EXACT)
     for given in (compression, None):
-        passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
-        model = m.compile_model(given, learning_rate=0.05, **passes)
+        model = m.compile_model(given, learning_rate=0.05, **m.TWO_PASSES)
         m.fit(model, 8)
         found.append(m.values(model))
     assert compression.stats.steps == 4
@@ -364,7 +362,7 @@ def an_embedding_and_a_frozen_layer():
     model.compile(dgck.DistributedOptimizer(OPTIMIZERS["adamw"](), compression=dgc.Compression.dgc(**SPARSE)), loss)
     generator = np.random.default_rng(hvd.rank())
     x, y = generator.integers(0, 50, (64, 7)), generator.integers(0, 5, (64,))
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=[ROOT(0)])
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[m.ROOT(0)])
     assert_shared(model)
     layers[0].trainable = False
     model.compile(model.optimizer, loss)
@@ -394,7 +392,7 @@ def an_overflow_on_one_rank_is_skipped_on_all(eager, passes):
         x, y = m.dataset(8)
         if hvd.rank() == 1:
             x[4 * 8], y[4 * 8] = 1e6, 1e6
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[ROOT(0)])
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[m.ROOT(0)])
     optimizer = model.optimizer
     state = [optimizer.dynamic_scale, optimizer.step_counter, optimizer.iterations, optimizer.learning_rate]
     m.assert_replicas([np.asarray(v) for v in state])
@@ -411,7 +409,7 @@ def an_error_of_one_rank_under_mixed_precision_is_an_error_of_all(eager, steps):
     with mixed_float16():
         model = made("adamw", eager=EAGER[eager])
         if steps:
-            m.fit(model, steps, callbacks=[ROOT(0)])
+            m.fit(model, steps, callbacks=[m.ROOT(0)])
         if hvd.rank() == 1:
             model.layers[0].kernel.constraint = keras.constraints.NonNeg()
             model.make_train_function(force=True)
@@ -421,7 +419,7 @@ def an_error_of_one_rank_under_mixed_precision_is_an_error_of_all(eager, steps):
 @case
 def weights_in_bfloat16():
     model = made("adamw", model=m.make_model(dtype="bfloat16"))
-    m.fit(model, 6, callbacks=[ROOT(0)])
+    m.fit(model, 6, callbacks=[m.ROOT(0)])
     before = m.values(model)
     model.optimizer.compression.load_state_dict(model.optimizer.compression.state_dict())
     m.assert_equal(before, m.values(model))
@@ -444,7 +442,7 @@ def a_learning_rate_that_differs_is_an_error_that_names_it():
 def a_rank_with_fewer_batches_is_an_error_of_all(mixed):
     with mixed_float16() if mixed else contextlib.nullcontext():
         model = made("adamw")
-        m.assert_raises(lambda: m.fit(model, 4 - 2 * hvd.rank(), callbacks=[ROOT(0)]), "rank 1 has ended fit()")
+        m.assert_raises(lambda: m.fit(model, 4 - 2 * hvd.rank(), callbacks=[m.ROOT(0)]), "rank 1 has ended fit()")
 
 
 @case(mixed=(False, True))

@@ -17,9 +17,7 @@ import dgc.tensorflow as dgc
 def op_sum_adds_the_ranks():
     for library in (dgc, hvd):
         model = m.make_model()
-        compression = dgc.Compression.dgc(
-            m.raw(model.trainable_variables), momentum=0.0, **{**m.SPARSITY_0, "op": hvd.Sum}
-        )
+        compression = dgc.Compression.dgc(m.raw(model.trainable_variables), momentum=0.0, op=hvd.Sum, **m.SPARSITY_0)
         summed = m.tape_step(model, compression, library=library, op=hvd.Sum)
         for i, (a, b) in enumerate(zip(summed, m.own_gradients(model, *m.batch(0)), strict=True)):
             wanted = hvd.allreduce(b, op=hvd.Sum, name=f"sum{library.__name__}{i}")

@@ -11,7 +11,6 @@ import dgc.tensorflow.keras as dgck
 from dgc.errors import ConfigError, DGCError
 
 keras = m.keras
-TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
 
 
 # -- names of collectives ------------------------------------------------------------------------------------------
@@ -32,7 +31,7 @@ def one_model_more_on_rank_1(make=m.make_model):
 
 @case
 def a_rank_with_one_more_model_trains_a_dense_wrapper():
-    for options in ({}, {"run_eagerly": True}, TWO_PASSES):
+    for options in ({}, {"run_eagerly": True}, m.TWO_PASSES):
         model = m.compile_model(None, model=one_model_more_on_rank_1(), learning_rate=0.05, **options)
         m.fit(model, 4)
         m.assert_replicas(m.values(model))
