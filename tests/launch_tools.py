@@ -1,6 +1,7 @@
 """Start real multi-rank jobs from tests, and read back what each rank found."""
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,46 @@ def run_mpi(
         # A little before we kill it, each rank writes where it hangs. As a time of the machine's clock, since ranks
         # on a busy machine start much later than their launcher.
         moments = {"DGC_TEST_REPORTS": folder, "DGC_TEST_DUMP_AT": str(time.monotonic() + timeout * 0.9)}
-        result = _run(command, np, Path(folder), environment_for({**moments, **(env or {})}), timeout)
+        start = time.monotonic()
+        process = start_job(command, Path(folder), environment_for({**moments, **(env or {})}))
+        timed_out = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            if process.returncode is None:
+                kill_tree(process)
+        result = Result(
+            returncode=process.returncode,
+            reports=[read_reports(Path(folder) / f"rank{rank}.jsonl") for rank in range(np)],
+            stdout=(Path(folder) / "stdout").read_text(errors="replace"),
+            stderr=(Path(folder) / "stderr").read_text(errors="replace"),
+            seconds=time.monotonic() - start,
+            timed_out=timed_out,
+            command=" ".join(command),
+        )
     if check and (result.returncode != 0 or result.timed_out):
         raise LaunchError(result.explain())
     return result
+
+
+def start_job(
+    command: list[str], folder: Path, environment: Mapping[str, str], prepare: Callable[[], None] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a launcher that writes to files in ``folder``; ``prepare`` is called in its process."""
+    # Files, not pipes: a forgotten grandchild that keeps a pipe open would keep us reading.
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            cwd=REPOSITORY,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
 
 
 def check_case(result: Result, name: str) -> None:
@@ -136,7 +173,6 @@ def _values(written: ast.expr, module: list[ast.stmt]) -> list[Any]:
 
 
 def case_names(script: Path) -> list[str]:
-    """Names of a worker's cases."""
     return list(case_kinds(script))
 
 
@@ -196,37 +232,6 @@ def script_path(script: Path | str, folder: Path) -> Path:
     return path
 
 
-def _run(command: list[str], np: int, folder: Path, environment: dict[str, str], timeout: float) -> Result:
-    start = time.monotonic()
-    # Files, not pipes: a forgotten grandchild that keeps a pipe open would keep us reading.
-    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            cwd=REPOSITORY,
-            start_new_session=True,
-        )
-        try:
-            returncode: int | None = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            returncode = None
-        finally:
-            if process.returncode is None:
-                kill_tree(process)
-    return Result(
-        returncode=process.returncode,
-        reports=[read_reports(folder / f"rank{rank}.jsonl") for rank in range(np)],
-        stdout=(folder / "stdout").read_text(errors="replace"),
-        stderr=(folder / "stderr").read_text(errors="replace"),
-        seconds=time.monotonic() - start,
-        timed_out=returncode is None,
-        command=" ".join(command),
-    )
-
-
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """End a launcher and all that it started, also what moved to a session of its own (horovodrun's ranks do)."""
     try:
@@ -242,10 +247,8 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     # psutil compares creation times, so a number that meanwhile belongs to somebody else is left alone.
     _, alive = psutil.wait_procs(started, timeout=1)
     for child in alive:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(alive, timeout=60)
 
 
@@ -261,9 +264,8 @@ def read_reports(path: Path) -> list[Any]:
     """What one rank has reported, as far as it came."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines()
     reports = []
-    for line in lines:
+    for line in path.read_text().splitlines():
         try:
             reports.append(json.loads(line))
         except json.JSONDecodeError:

@@ -22,7 +22,6 @@ import psutil
 import pytest
 from launch_tools import (
     DEFAULT_TIMEOUT,
-    REPOSITORY,
     LaunchError,
     Result,
     case_kinds,
@@ -33,6 +32,7 @@ from launch_tools import (
     read_reports,
     require,
     script_path,
+    start_job,
 )
 
 SERVER = Path(__file__).with_name("rank_server.py")
@@ -97,30 +97,14 @@ class Job:
                 "DGC_TEST_KEY": key,
                 "DGC_TEST_FRAMEWORK": kind.framework,
             }
-            root = Path(self._folder.name)
-            # Files, not pipes: a forgotten grandchild that keeps a pipe open would keep us reading.
-            with (root / "stdout").open("wb") as stdout, (root / "stderr").open("wb") as stderr:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=environment_for({**ENVIRONMENT, **({} if kind.own else SHARED), **dict(kind.env), **own}),
-                    cwd=REPOSITORY,
-                    start_new_session=True,
-                    preexec_fn=_end_with_parent,
-                )
+            environment = environment_for({**ENVIRONMENT, **({} if kind.own else SHARED), **dict(kind.env), **own})
+            self._process = start_job(command, Path(self._folder.name), environment, _end_with_parent)
             try:
                 self._welcome(listener, key)
             except BaseException:
                 self.kill()
                 self._folder.cleanup()
                 raise
-
-    @property
-    def pids(self) -> list[int]:
-        """The ranks' processes."""
-        return list(self._pids.values())
 
     @property
     def alive(self) -> bool:
@@ -187,7 +171,6 @@ class Job:
             raise LaunchError(f"`{self._command}` {ending}{self._before()}\n{stderr[-8000:]}")
 
     def kill(self) -> int | None:
-        """End all processes of the job."""
         for connection in self._sockets.values():
             connection.close()
         self._sockets.clear()
@@ -228,8 +211,9 @@ class Job:
                     waiting.discard(rank)
                     if not answer:
                         good, limit = False, min(deadline, time.monotonic() + PATIENCE)
-        for rank in waiting:
-            self._ask_where(rank)
+        if waiting:
+            self._signal(signal.SIGUSR1, waiting)  # so that they write the stacks of their threads
+            time.sleep(0.5)
         return good and not waiting, bool(waiting) and good
 
     def _answer(self, rank: int) -> bool | None:
@@ -248,20 +232,10 @@ class Job:
         self._buffers[rank] = rest
         return bool(json.loads(line)["good"])
 
-    def _ask_where(self, rank: int) -> None:
-        """Let a rank write the stacks of its threads."""
-        try:
-            psutil.Process(self._pids[rank]).send_signal(signal.SIGUSR1)
-        except psutil.NoSuchProcess:
-            return
-        time.sleep(0.5)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self.pids:
-            try:
-                psutil.Process(pid).send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
+    def _signal(self, number: signal.Signals, ranks: Iterable[int] | None = None) -> None:
+        for rank in self._pids if ranks is None else ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(self._pids[rank]).send_signal(number)
 
     def _written(self, folder: Path, name: str, good: bool) -> str:
         """What the ranks wrote to stdout or stderr, and if they went down, what the launcher has to say."""
@@ -347,7 +321,6 @@ class Ranks:
         return job
 
     def close(self) -> None:
-        """End all jobs."""
         self._end(list(self._jobs))
         if self._errors:
             raise LaunchError("\n".join(self._errors))

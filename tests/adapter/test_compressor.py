@@ -44,6 +44,7 @@ def test_nothing_remains_of_a_binding_that_failed():
         assert (compressor.undone, len(closed)) == (2, 2)
         assert compressor.engine is None
         assert not compressor.is_bound
+        assert compressor.describe() == {}
         compressor.bind()
         compressor.engine.step()
         assert compressor.is_bound

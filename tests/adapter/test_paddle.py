@@ -35,21 +35,10 @@ def test_defaults_send_whole_values_with_momentum_factor_masking():
 
 
 def test_momentum_options_reach_the_core():
-    config = options(
-        use_nesterov=True,
-        momentum=0.7,
-        local_grad_clip_norm=2.0,
-        num_trainers=4,
-        rampup_step=9,
-        codecs={"indices": "uint16"},
-    ).to_config([])
-    assert (config.nesterov, config.momentum, config.local_grad_clip_norm, config.rampup_step, config.indices) == (
-        True,
-        0.7,
-        2.0,
-        9,
-        "uint16",
-    )
+    given = {"use_nesterov": True, "momentum": 0.7, "local_grad_clip_norm": 2.0, "num_trainers": 4, "rampup_step": 9}
+    config = options(**given, codecs={"indices": "uint16"}).to_config([])
+    assert (config.nesterov, config.momentum, config.local_grad_clip_norm) == (True, 0.7, 2.0)
+    assert (config.rampup_step, config.indices) == (9, "uint16")
 
 
 @pytest.mark.parametrize(

@@ -89,20 +89,12 @@ def test_mypy_accepts_a_users_script_and_finds_mistakes(tmp_path):
         used = USED if "dgc.DistributedOptimizer(" in block else ""
         (tmp_path / f"used{i}.py").write_text(f"{SETUP}{made}{lines}\n{used}")
     (tmp_path / "mistaken.py").write_text(SETUP + SGD + "\n".join(MISTAKES))
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--ignore-missing-imports",
-        "--follow-imports=silent",
-        "--no-error-summary",
-    ]
+    options = ["--ignore-missing-imports", "--follow-imports=silent", "--no-error-summary"]
     # The package as an installed one; a cache outside of the folder that mypy looks at.
     environment = {**os.environ, "MYPYPATH": str(Path(dgc.__file__).parent.parent)}
     files = sorted(p.name for p in tmp_path.glob("*.py"))
-    found = subprocess.run(
-        [*command, *files], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "mypy", *options, *files]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     errors = [line for line in found.stdout.splitlines() if ": error: " in line]
     assert found.stderr == ""
     assert [e for e in errors if not e.startswith("mistaken.py")] == []

@@ -7,19 +7,12 @@ import tensorflow as tf
 
 from dgc.tensorflow.tensors import warn_of_copies
 
-ROUNDS = 12
-
 SHARES_MEMORY = """
-import sys
-
 import numpy as np
 import tensorflow as tf
-from worker_tools import report
 
-from dgc.tensorflow.tensors import APPLY, cross
-from dgc.tensorflow.tensors import ResultPool
+from dgc.tensorflow.tensors import APPLY, ResultPool, cross
 
-rounds = int(sys.argv[1])
 shapes = [(300, 70), (5000,), (64, 64)]
 gradients = [tf.random.stateless_normal(s, [1, i]) for i, s in enumerate(shapes)]
 variables = [tf.Variable(tf.ones(s)) for s in shapes]
@@ -50,29 +43,23 @@ def eager(given):
 
 for run in (graph, eager):
     places = [set() for _ in shapes]
-    for _ in range(rounds):
+    for _ in range(12):
         results = run(gradients)
-        same = all(np.array_equal(r, 2 * g) for r, g in zip(results, gradients))
-        report([
-            same,
-            seen["given"] == [address(g) for g in gradients],
-            seen["made"] == [address(r) for r in results],
-        ])
+        assert all(np.array_equal(r, 2 * g) for r, g in zip(results, gradients))
+        assert seen["given"] == [address(g) for g in gradients]
+        assert seen["made"] == [address(r) for r in results]
         for own, place in zip(places, seen["made"]):
             own.add(place)
         del results
     # Memory is used again. Not always the same: TensorFlow's executor lets go of a result when it comes to it.
-    report(all(len(own) <= rounds // 2 for own in places))
+    assert all(len(own) <= 6 for own in places)
 kept = [graph(gradients) for _ in range(3)]
-report(len({address(results[0]) for results in kept}) == 3)
+assert len({address(results[0]) for results in kept}) == 3
 """
 
 
 def test_tensors_and_results_share_their_memory(ranks):
-    reports = ranks.run(SHARES_MEMORY, 1, ROUNDS, launcher="single").reports[0]
-    assert len(reports) == 2 * ROUNDS + 3
-    assert [r for r in reports if isinstance(r, list)] == [[True, True, True]] * 2 * ROUNDS
-    assert [r for r in reports if not isinstance(r, list)] == [True, True, True]
+    ranks.run(SHARES_MEMORY, 1, launcher="single")
 
 
 def test_copies_from_a_gpu_are_told_once(recwarn):

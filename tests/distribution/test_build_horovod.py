@@ -28,17 +28,11 @@ def make_toolchain(**changes):
     return Toolchain(**values)
 
 
-def write_sources(root, **replaced):
-    """Files with the lines that the edits look for; ``replaced`` exchanges the text of some."""
-    for path in {edit.path for edit in build_horovod.EDITS}:
-        file = root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = [f"    {edit.old}\n" for edit in build_horovod.EDITS if edit.path == path]
-        file.write_text(replaced.get(file.name, "".join(["first\n", *lines, "last\n"])))
-
-
 def test_every_edit_is_made_and_other_lines_stay(tmp_path):
-    write_sources(tmp_path)
+    for path in {edit.path for edit in build_horovod.EDITS}:
+        lines = [f"    {edit.old}\n" for edit in build_horovod.EDITS if edit.path == path]
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("".join(["first\n", *lines, "last\n"]))
     build_horovod.apply_edits(tmp_path)
     for edit in build_horovod.EDITS:
         text = (tmp_path / edit.path).read_text()
@@ -223,19 +217,14 @@ build_horovod.run_logged("A test", [sys.executable, "-c", {middle!r}], pathlib.P
     wait_until(lambda: not runs(int(log.read_text().split()[0])))
 
 
-def dgc_command(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "dgc", *arguments], capture_output=True, text=True, check=False, **options
-    )
-
-
 def test_the_command_takes_nothing_that_may_be_missing_and_fails_without_a_traceback(tmp_path):
     """Not even what this package depends on: Horovod is often built before the rest of an environment works."""
     for name in ("torch", "tensorflow", "keras", "mpi4py", "horovod", "cupy", "numba", "numpy"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} was imported')")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    arguments = ("build-horovod", "--without", "torch", "--without", "tensorflow")
-    done = dgc_command(*arguments, env={**os.environ, "PYTHONPATH": path})
+    command = [sys.executable, "-m", "dgc", "build-horovod", "--without", "torch", "--without", "tensorflow"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.strip().startswith("error: Neither PyTorch nor TensorFlow")
     assert "Traceback" not in done.stderr
@@ -254,8 +243,9 @@ def test_without_a_command_they_are_listed_and_the_version_is_told(capsys):
     assert "at least 1" in capsys.readouterr().err
 
 
-def test_a_wheel_is_built_once_and_found_after_that(tmp_path, monkeypatch, capsys):
-    """The minutes of compiling are replaced by a note that they would be spent."""
+@pytest.fixture
+def done(monkeypatch):
+    """What the command has done. The minutes of compiling are replaced by a note that they would be spent."""
     done = []
 
     def build(tools, log):
@@ -268,6 +258,10 @@ def test_a_wheel_is_built_once_and_found_after_that(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(build_horovod, "build", build)
     monkeypatch.setattr(build_horovod, "install", lambda wheel, tools: done.append(f"install {wheel.name}"))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return done
+
+
+def test_a_wheel_is_built_once_and_found_after_that(done, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cache = ["--cache-dir", "cache"]
     assert main(["build-horovod", *cache]) == 0
@@ -310,16 +304,9 @@ def test_a_horovod_that_cannot_send_tensors_of_a_gpu_says_so(printed, told, monk
     ],
 )
 def test_a_framework_that_is_not_installed_is_named_with_what_to_do(
-    installed, arguments, told, tmp_path, monkeypatch, capsys
+    installed, arguments, told, done, tmp_path, monkeypatch, capsys
 ):
-    def build(tools, log):
-        wheel = log.with_name("horovod-0.28.1-test.whl")
-        wheel.touch()
-        return wheel
-
     monkeypatch.setattr(build_horovod, "detect", lambda without, jobs: make_toolchain(**installed))
-    monkeypatch.setattr(build_horovod, "build", build)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert main(["build-horovod", "--cache-dir", str(tmp_path), *arguments]) == 0
     said = capsys.readouterr().err
     found = re.findall(r"Note: (\w+) is not installed.* run (\S+ -m pip install \w+), and start again", said)

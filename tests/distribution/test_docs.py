@@ -88,24 +88,13 @@ def test_the_page_says_what_steps_chooses():
     assert "Without `steps=` the first 1,000 steps count as the first fifth" in " ".join(page.split())
 
 
-def literals(source):
-    """The constant parts of all texts of a module; adjacent literals are one."""
-    return [
-        node.value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
-
-
-def quoted():
-    page = (DOCS / "options.md").read_text().split("\n## Errors\n")[1]
-    return re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
-
-
 def test_the_errors_are_messages_that_exist():
-    texts = [text for path in (REPOSITORY / "dgc").rglob("*.py") for text in literals(path.read_text())]
-    assert len(quoted()) >= 30
-    assert [message for message in quoted() if not any(message in text for text in texts)] == []
+    nodes = [node for path in (REPOSITORY / "dgc").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    page = (DOCS / "options.md").read_text().split("\n## Errors\n")[1]
+    quoted = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    assert len(quoted) >= 30
+    assert [message for message in quoted if not any(message in text for text in texts)] == []
 
 
 def public(module):

@@ -1,4 +1,4 @@
-"""Figures in README and on the pages are those of benchmarks/results, and the same wherever they are given."""
+"""Figures in README and on the pages for users are those of benchmarks/results."""
 
 import json
 import re
@@ -33,6 +33,11 @@ def tables(page):
 def table_with(page, *firsts):
     """The tables that have these rows, by their names."""
     return [(heads[1:], rows) for heads, rows in tables(page) if set(firsts) <= set(rows)]
+
+
+def of(rows, setting, figure="loss", **where):
+    """The figures of the rows with this setting, and with these other values."""
+    return [row[figure] for row in rows if {"setting": setting, **where}.items() <= row.items()]
 
 
 def numbers(text):
@@ -78,51 +83,7 @@ def test_trainings_with_sgd():
         assert any(all(text in section for text in wanted) for section in sections), name
 
 
-LONG = "benchmarks/results/README.md"
-SECTIONS = {
-    "adaptive-gpt": ("GPT", "loss", 3),
-    "adaptive-table": ("Tabular", "loss", 3),
-    "adaptive-vit": ("ViT", "accuracy", 1),
-}
-
-
-@pytest.mark.parametrize("result", SECTIONS)
-def test_trainings_with_adamw(result):
-    """Values of all seeds, in order, or of those that one cell says."""
-    kind, figure, digits = SECTIONS[result]
-    found = {}
-    for row in rows_of(result):
-        found.setdefault((row["setting"], row["steps"]), []).append(round(row[figure], digits))
-    ((heads, short),) = table_with(LONG, "dense, every seed")
-    (column,) = [i for i, head in enumerate(heads) if head.startswith(kind)]
-    (steps,) = numbers(heads[column])
-    settings = {"dense, every seed": "dense", "`steps=`, every seed": "steps", "PowerSGD, rank 4": "powersgd=4"}
-    for name, setting in settings.items():
-        said = numbers(re.sub(r"\(.*\)", "", short[name][column]))
-        assert said == found[setting, int(steps)], (name, kind)
-    longer = [
-        (name, cells)
-        for _, rows in tables(LONG)
-        for name, cells in rows.items()
-        if re.match(rf"{kind}, [\d,]+ steps", name)
-    ]
-    assert len(longer) == 2
-    for name, cells in longer:
-        (steps,) = numbers(name)
-        for setting, cell in zip(("dense", "steps,values=int2"), cells[:2], strict=True):
-            assert numbers(cell) == found[setting, int(steps)], name
-
-
-def test_the_larger_gpt():
-    rows = {row["setting"]: row for row in rows_of("adaptive-gpt-10m") if row["steps"] == 2000}
-    dense, ours, theirs = (rows[name] for name in ("dense", "steps,values=int2", "powersgd=4"))
-    said = text_of(LONG)
-    assert f"Dense ends at {dense['loss']:.3f} nats a byte" in said
-    assert f"`steps=` at {ours['loss']:.3f} with {ours['fewer']:.0f} times fewer bytes" in said
-    assert f"PowerSGD of rank 4 at {theirs['loss']:.3f} with {theirs['fewer']:.0f} times fewer" in said
-    largest = {row["setting"]: row["loss"] for row in rows_of("adaptive-gpt-19m") if row["steps"] == 1000}
-    assert f"ended at {largest['steps']:.3f} after 1,000 steps" in said
-    assert f"dense training at {largest['dense']:.3f}." in said
+def test_the_larger_gpts_with_classic_error_feedback():
     behind = [distance(name) for name in ("adaptive-gpt-10m", "adaptive-gpt-19m")]
     page, readme = text_of("docs/results.md"), text_of("README.md")
     for steps, far in zip(("600", "1,000"), behind, strict=True):
@@ -196,18 +157,13 @@ def test_distances_from_dense_with_classic_error_feedback():
         (cells,) = [cells for first, cells in table.items() if first.startswith(name)]
         rows = rows_of(result)
         for said, count in zip(cells[1].split(";"), steps, strict=True):
-            means = [
-                statistics.fmean(r["loss"] for r in rows if (r["setting"], r["steps"]) == (setting + suffix, count))
-                for setting in ("dense", "steps")
-            ]
+            means = [statistics.fmean(of(rows, setting + suffix, steps=count)) for setting in ("dense", "steps")]
             assert said.strip() == f"{100 * (means[1] / means[0] - 1):+.1f} %", (name, count)
-        fewer = {round(r["fewer"]) for r in rows if r["setting"] == "steps"}
-        assert fewer == {int(cells[2])}, name
-    readings = {setting: [] for setting in ("dense", "steps")}
-    for row in rows_of("adaptive-vit"):
-        if row["steps"] == 1000 and row["setting"] in readings:
-            readings[row["setting"]].append(row["accuracy"])
-    gain = statistics.fmean(readings["steps"]) - statistics.fmean(readings["dense"])
+        assert set(map(round, of(rows, "steps", "fewer"))) == {int(cells[2])}, name
+    dense, ours = (
+        statistics.fmean(of(rows_of("adaptive-vit"), setting, "accuracy", steps=1000)) for setting in ("dense", "steps")
+    )
+    gain = ours - dense
     (cells,) = [cells for first, cells in table.items() if first.startswith("a ViT")]
     assert cells[1] == f"{gain:+.1f} points"
 
@@ -272,15 +228,6 @@ def test_traffic_on_many_ranks():
             assert fewer == pytest.approx(row["dense"] / row[way], rel=0.06, abs=0.5), (ranks, way)
 
 
-def test_times_inside_the_compressor():
-    page = "benchmarks/results/README.md"
-    rows = {(row["case"], row["density"]): row for row in rows_of("compress-resnet50")}
-    bare = [f"{rows['bare update', density]['milliseconds']:.1f} ms" for density in (0.001, 0.01)]
-    plain = [f"{rows['plain', density]['ratio']:.2f}" for density in (0.001, 0.01)]
-    found = [table for heads, table in tables(page) if heads[0] == "whole compress step, ResNet-50, 1 thread"]
-    assert [(table["bare update"], table["plain"]) for table in found] == [(bare, plain)]
-
-
 SHOWN = {
     "dense": "dense", "step-ahead, `steps=400`": "ahead", "the same with `late=True`": "ahead,late=1",
     "classic, `steps=400`": "steps",
@@ -331,7 +278,7 @@ def test_step_ahead_beside_dense_and_classic():
         ((_, others),) = table_with("docs/results.md", "tabular regression, 1,500 steps, loss")
         (cells,) = [cells for name, cells in others.items() if name.startswith(task)]
         for cell, setting in zip(cells, ("dense", "ahead", "steps"), strict=True):
-            assert numbers(cell) == [round(row[figure], digits) for row in rows if row["setting"] == setting], task
+            assert numbers(cell) == [round(each, digits) for each in of(rows, setting, figure)], task
     ((_, settings),) = table_with("docs/results.md", "the small GPT with Lion, two ranks of 32 sequences, three seeds")
     small, large = rows_of("step-ahead-gpt-64"), [*rows_of("adaptive-gpt-10m"), *rows_of("step-ahead-gpt-10m")]
     largest = [*rows_of("adaptive-gpt-19m"), *rows_of("step-ahead-gpt-19m")]
@@ -353,19 +300,17 @@ def test_step_ahead_beside_dense_and_classic():
     ):
         (cells,) = [cells for each, cells in settings.items() if each.startswith(name)]
         for cell, word in zip(cells, words, strict=False):
-            assert numbers(cell) == [round(row["loss"], 3) for row in among if row["setting"] == word], (name, word)
+            assert numbers(cell) == [round(loss, 3) for loss in of(among, word)], (name, word)
     (dense,), (ahead,) = ([row for row in longest if row["setting"] == word] for word in ("dense", "ahead"))
     assert f"the same, 1,000 steps ({ahead['fewer']:.0f} times fewer bytes)" in text_of("docs/results.md")
     said = f"{100 * (ahead['loss'] / dense['loss'] - 1):.1f} %"
     assert f"after 1,000 steps it was {said} behind with step-ahead" in readme
     assert f"but {said} after 1,000 steps" in text_of("docs/results.md")
     assert f"2,000 steps without `steps=` ({longer[1]['fewer']:.0f} times fewer bytes)" in text_of("docs/results.md")
-    both = {
-        word: [row for row in large if (row["setting"], row["steps"]) == (word, 600)] for word in ("dense", "ahead")
-    }
-    losses = " | ".join(f"{statistics.fmean(row['loss'] for row in rows):.3f}" for rows in both.values())
-    assert f"| 2 | 600 | {losses} | {both['ahead'][0]['fewer']:.0f}x |" in readme
-    behind = [100 * (a["loss"] / d["loss"] - 1) for d, a in zip(*both.values(), strict=True)]
+    both = [of(large, word, steps=600) for word in ("dense", "ahead")]
+    losses = " | ".join(f"{statistics.fmean(each):.3f}" for each in both)
+    assert f"| 2 | 600 | {losses} | {of(large, 'ahead', 'fewer', steps=600)[0]:.0f}x |" in readme
+    behind = [100 * (a / d - 1) for d, a in zip(*both, strict=True)]
     said = " and ".join(f"{each:.1f}" for each in behind)
     assert f"With step-ahead {said} % at 10.8 million (two seeds)" in text_of("docs/results.md")
     dense, ahead = (statistics.fmean(row["loss"] for row in found[setting]) for setting in ("dense", "ahead"))
@@ -381,8 +326,8 @@ def test_step_ahead_beside_dense_and_classic():
 
 
 def test_step_ahead_on_more_than_two_ranks():
-    page, readme, decisions = (text_of(name) for name in ("docs/results.md", "README.md", "docs/decisions.md"))
-    behind, means, lists = {}, {}, {}
+    page, readme = text_of("docs/results.md"), text_of("README.md")
+    behind = {}
     for ranks, name, methods in (
         (4, "four ranks of 16 sequences", ("dense", "ahead")),
         (8, "eight ranks of 8 sequences", ("dense", "ahead", "steps")),
@@ -390,75 +335,39 @@ def test_step_ahead_on_more_than_two_ranks():
     ):
         rows = sorted(rows_of(f"step-ahead-gpt-{ranks}-ranks"), key=lambda row: row["seed"])
         losses = {row["setting"]: [each["loss"] for each in rows if each["setting"] == row["setting"]] for row in rows}
-        assert {len(losses[word]) for word in ("dense", "ahead", "longer,ahead")} == {3}
-        lists[ranks] = {word: [f"{loss:.3f}" for loss in each] for word, each in losses.items()}
-        said = " | ".join(", ".join(lists[ranks][word]) for word in methods)
+        assert {len(losses[word]) for word in ("dense", "ahead")} == {3}
+        said = " | ".join(", ".join(f"{loss:.3f}" for loss in losses[word]) for word in methods)
         assert f"{name}, three seeds | {said} |" in page
-        means[ranks] = {word: statistics.fmean(each) for word, each in losses.items()}
-        behind[ranks] = {word: f"{100 * (mean / means[ranks]['dense'] - 1):.1f}" for word, mean in means[ranks].items()}
+        means = {word: statistics.fmean(each) for word, each in losses.items()}
+        behind[ranks] = {word: 100 * (mean / means["dense"] - 1) for word, mean in means.items()}
         (fewer,) = {f"{row['fewer']:.0f}" for row in rows if row["setting"] == "ahead"}
         share = {4: "on four ranks 3.2 % of the entries", 8: "on eight ranks 5 %", 16: "on 16 ranks 10 %"}[ranks]
-        assert f"{share}, {fewer} times fewer bytes, {behind[ranks]['ahead']} % behind" in page
+        assert f"{share}, {fewer} times fewer bytes, {behind[ranks]['ahead']:.1f} % behind" in page
         if ranks == 8:
-            assert f"| 8 | 400 | {means[8]['dense']:.3f} | {means[8]['ahead']:.3f} | {fewer}x |" in readme
-    ahead, longer = ({ranks: behind[ranks][word] for ranks in behind} for word in ("ahead", "longer,ahead"))
-    dense, one, other = ("{}, {} and {}".format(*lists[16][word]) for word in ("dense", "longer,ahead", "ahead"))
-    said = f"dense {dense}) ended at {one}, {longer[16]} % behind, and with the updates as they were at {other}, "
-    assert f"{said}{ahead[16]} % behind" in decisions
-    said = (
-        f"{longer[4]} and {longer[8]} % behind with the longer ones, and {ahead[4]} and "
-        f"{behind[8]['ahead,density=0.1']} % with the updates"
-    )
-    assert said in decisions
+            assert f"| 8 | 400 | {means['dense']:.3f} | {means['ahead']:.3f} | {fewer}x |" in readme
     rows = rows_of("step-ahead-gpt-64-ranks")
-    many = {row["setting"]: row for row in rows if row["seed"] == 0}
-    both = {word: [row["loss"] for row in rows if row["setting"] == word] for word in ("dense", "ahead")}
-    lost = f"{100 * (statistics.fmean(both['ahead']) / statistics.fmean(both['dense']) - 1):.1f} % behind"
-    ahead, dense = (" and ".join(f"{loss:.3f}" for loss in both[word]) for word in ("ahead", "dense"))
-    said = f"50 %, {many['ahead']['fewer']:.0f} times fewer bytes, {lost} (threads, two seeds: {ahead}, dense {dense})"
-    assert said in page
+    (fewer,) = of(rows, "ahead", "fewer", seed=0)
+    dense, ahead = (of(rows, word) for word in ("dense", "ahead"))
+    lost = f"{100 * (statistics.fmean(ahead) / statistics.fmean(dense) - 1):.1f} % behind"
+    dense, ahead = (" and ".join(f"{loss:.3f}" for loss in each) for each in (dense, ahead))
+    assert f"50 %, {fewer:.0f} times fewer bytes, {lost} (threads, two seeds: {ahead}, dense {dense})" in page
     rows = rows_of("step-ahead-gpt-32-ranks")
-    dense, half, fifth = (
-        " and ".join(f"{row['loss']:.3f}" for row in rows if row["setting"] == word)
-        for word in ("dense", "ahead", "ahead=0.2")
-    )
+    dense, half = (" and ".join(f"{loss:.3f}" for loss in of(rows, word)) for word in ("dense", "ahead"))
     assert f"32 ranks of two sequences each ended with 50 % at {half} (dense {dense})" in page
-    assert f"32 ranks at {half} with 50 %, and {fifth} with 20 % (dense {dense}" in decisions
-    dense, one, other = (f"{many[word]['loss']:.3f}" for word in ("dense", "longer,ahead", "ahead=0.1"))
-    assert f"(dense {dense}) ended at {one} with the longer ones and at {other} as they were" in decisions
-    assert f"**With 0.1 %** four ranks end {float(behind[4]['ahead,density=0.001']):.0f} % behind" in page
-    same, as_on_two, larger = (behind[4][f"tensor,ahead{word}"] for word in ("", ",density=0.1/0.02", ",density=0.1"))
-    said = (
-        f"{same} % behind with 3.5 % in all steps, {as_on_two} % with the densities for two ranks, and {larger} % with"
-    )
-    assert said in decisions
+    assert f"**With 0.1 %** four ranks end {behind[4]['ahead,density=0.001']:.0f} % behind" in page
 
 
-def test_a_smaller_beta1_and_the_peers_of_the_small_gpt():
-    page = text_of("docs/decisions.md")
-    found = {(row["setting"], row["seed"]): row["loss"] for row in rows_of("step-ahead-gpt-64-beta1")}
-    behind = [100 * (found["ahead", seed] / found["dense", seed] - 1) for seed in range(7)]
-    mean, more = statistics.fmean(behind), 100 * (found["ahead,density=0.1", 0] / found["dense", 0] - 1)
-    said = f"ends {min(behind):.1f} to {max(behind):.1f} % behind dense, {mean:.1f} % on average (seven seeds)"
-    assert f"{said}, and with 10 % of the entries in all steps {more:.1f} % behind (one seed" in page
-    results = text_of("docs/results.md")
-    assert f"the small GPT ends {mean:.1f} % behind with step-ahead (seven seeds)" in results
-    peers = {row["setting"]: row for row in rows_of("step-ahead-gpt-64-peers")}
-    for name, setting in (
-        ("PowerSGD of rank 4", "powersgd=4"), ("of rank 1", "powersgd=1"), ("1-bit Adam's method", "onebit=0.15")
-    ):  # fmt: skip
-        fewer = f"{peers[setting]['fewer']:.2g}"
-        assert f"{name} {peers[setting]['loss']:.3f} ({fewer} times)" in page
-    assert f"16 bits {peers['fp16']['loss']:.3f};" in page
-    local, one, other, less = (peers[name] for name in ("local=80", "local=20", "diloco=80", "diloco=40"))
-    said = (
-        f"every 80 local steps {local['loss']:.3f} (80 times), after every 20 {one['loss']:.3f} (20 times); DiLoCo "
-        f"with 80 local steps {other['loss']:.3f} (80 times), with 40 {less['loss']:.3f} (40 times)"
-    )
-    assert said in page
-    assert f"ended at {local['loss']:.3f}, and DiLoCo with 80 local steps at {other['loss']:.3f}" in text_of(
-        "docs/results.md"
-    )
+def test_a_smaller_beta1():
+    rows = rows_of("step-ahead-gpt-64-beta1")
+    pairs = zip(of(rows, "ahead"), of(rows, "dense"), strict=True)
+    mean = statistics.fmean(100 * (ours / dense - 1) for ours, dense in pairs)
+    assert f"the small GPT ends {mean:.1f} % behind with step-ahead (seven seeds)" in text_of("docs/results.md")
+
+
+def test_local_steps():
+    found = {row["setting"]: f"{row['loss']:.3f}" for row in rows_of("step-ahead-gpt-64-peers")}
+    said = f"ended at {found['local=80']}, and DiLoCo with 80 local steps at {found['diloco=80']}"
+    assert said in text_of("docs/results.md")
 
 
 def test_step_ahead_with_sgd():
@@ -466,18 +375,11 @@ def test_step_ahead_with_sgd():
     for task, text in (
         ("lstm", "an LSTM ended at a loss of {:.3f}, with `steps=` at {:.3f} and dense at {:.3f}"),
         ("cnn", "A CNN ended at {:.3f}, with `steps=` at {:.3f} and dense at {:.3f}"),
+        ("unet", "a U-Net that removes noise at {:.2f}, with `steps=` at {:.2f} and dense at {:.2f} (means of three"),
     ):
-        rows = [row for row in rows_of(f"step-ahead-{task}") if row["steps"] == 500]
-        words = ("ahead,density=0.01", "steps", "dense")
-        means = [statistics.fmean(row["loss"] for row in rows if row["setting"] == word) for word in words]
-        assert text.format(*means) in page
-        assert {round(row["fewer"], -1) for row in rows if row["setting"] == words[0]} == {170}
-    rows = [row for row in rows_of("step-ahead-unet") if row["steps"] == 500]
-    words = ("ahead,density=0.01", "steps", "dense")
-    means = [statistics.fmean(row["loss"] for row in rows if row["setting"] == word) for word in words]
-    text = "a U-Net that removes noise at {:.2f}, with `steps=` at {:.2f} and dense at {:.2f} (means of three seeds)"
-    assert text.format(*means) in page
-    assert {round(row["fewer"], -1) for row in rows if row["setting"] == words[0]} == {170}
+        rows, words = rows_of(f"step-ahead-{task}"), ("ahead,density=0.01", "steps", "dense")
+        assert text.format(*(statistics.fmean(of(rows, word, steps=500)) for word in words)) in page
+        assert {round(fewer, -1) for fewer in of(rows, words[0], "fewer", steps=500)} == {170}
 
 
 def test_sgd_in_a_longer_training():

@@ -1,10 +1,7 @@
 """The tools that start ranks: whether the tests on real ranks can be believed."""
 
-import time
-
-import psutil
 import pytest
-from launch_tools import LaunchError, check_case, run_mpi, runs
+from launch_tools import check_case, runs
 from rank_jobs import SIZES, Ranks, each_case
 
 pytestmark = pytest.mark.mpi
@@ -142,14 +139,9 @@ def test_a_case_that_goes_wrong_is_reported_and_the_next_one_finds_new_ranks(own
     assert not any(runs(pid) for (pid,) in [*started, *before])
 
 
-def test_good_cases_share_their_ranks_which_stand_still_in_between(own, worker):
-    first = values(own, worker, "passes")
+def test_a_case_that_skips_itself_is_a_skipped_test(own, worker):
     with pytest.raises(pytest.skip.Exception, match="not today"):
         own(worker, 2).check("is_skipped")
-    assert values(own, worker, "passes") == first
-    # On a busy machine the signal takes its time; the test's own limit ends this loop.
-    while {psutil.Process(pid).status() for (pid,) in first} != {psutil.STATUS_STOPPED}:
-        time.sleep(0.05)
 
 
 def test_a_worker_finds_nothing_of_the_one_before(own, tmp_path):
@@ -165,33 +157,3 @@ def test_a_worker_finds_nothing_of_the_one_before(own, tmp_path):
             pids.add(pid)
         own(worker, 2).check("leaves")
     assert len(pids) == 2
-
-
-def test_a_worker_that_declares_it_gets_ranks_of_its_own(own, worker):
-    living = values(own, worker, "passes")
-    worker.write_text(f"{CASES}\nFRESH = 'ends a rank'\n")
-    assert not {pid for (pid,) in living} & {pid for (pid,) in values(own, worker, "passes")}
-
-
-@pytest.mark.parametrize(
-    ("source", "timeout", "match"),
-    [
-        ("import time; time.sleep(60)\n", 2, "timed out after"),
-        ("import sys; sys.exit('it gives up')\n", 300, r"returned 1 (.|\n)*it gives up"),
-    ],
-)
-def test_a_job_that_fails_is_an_error_with_what_it_wrote(source, timeout, match):
-    with pytest.raises(LaunchError, match=match):
-        run_mpi(1, source, launcher="single", timeout=timeout)
-
-
-def test_a_script_that_fails_says_why(own):
-    source = """
-from worker_tools import launch_rank, report
-report(__name__)
-if launch_rank() == 1:
-    raise ValueError("rank 1 gives up")
-"""
-    with pytest.raises(LaunchError, match="rank 1 gives up"):
-        own.run(source, 2)
-    assert own.run(source, 2, check=False).values == ["__main__"] * 2

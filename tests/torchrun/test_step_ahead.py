@@ -6,36 +6,6 @@ from launch_tools import run_mpi
 
 from dgc.torch.step_ahead import _decays
 
-FIVE = """
-import torch
-import torch.distributed as dist
-import dgc.torch as dgc
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
-plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
-compression = dgc.Compression.dgc(steps=20)
-optimizer = dgc.DistributedOptimizer(plain, model.named_parameters(), compression=compression)
-for step in range(20):
-    torch.manual_seed(10 * step + dist.get_rank())
-    optimizer.zero_grad()
-    model(torch.randn(8, 64)).square().mean().backward()
-    optimizer.step()
-ends = [torch.empty_like(model[0].weight) for _ in range(5)]
-dist.all_gather(ends, model[0].weight.detach())
-if dist.get_rank() == 0:
-    print(f"density {compression.describe()['density']:.3f}, equal {all(end.equal(ends[0]) for end in ends)}")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.mpi
-@pytest.mark.matrix
-def test_more_than_four_ranks_send_more():
-    assert "density 0.050, equal True" in run_mpi(5, FIVE, launcher="torchrun").stdout
-
-
 FOUR = """
 import copy
 import torch
@@ -75,6 +45,7 @@ def on_all(tensors):
 straight, optimizer, compression = build()
 train(straight, optimizer, 0, 6)
 compression.engine.require_between_steps("a look")  # ends a late exchange
+assert f"{compression.describe()['density']:.3f}" == "0.032", "more than two ranks send more"
 ahead = compression.engine.ahead
 tensor = ahead.tensors[0]
 felt = (straight[0].weight.detach().flatten() - tensor.theta).view(4, 1024)

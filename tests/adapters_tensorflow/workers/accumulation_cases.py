@@ -10,7 +10,6 @@ import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 
 keras = m.keras
-TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
 
 
 ACCUMULATING = {
@@ -41,33 +40,15 @@ def accumulating_optimizers_equal_plain_keras():
 
 @case
 def accumulated_passes_equal_one_large_batch():
-    dense = m.compile_model(None, learning_rate=0.05)
-    m.fit(dense, 10, batch_size=16)
-    compression = dgc.Compression.dgc(**m.SPARSITY_0)
-    model = m.compile_model(
-        compression, learning_rate=0.05, backward_passes_per_step=2, average_aggregated_gradients=True
-    )
-    m.fit(model, 10)
-    m.assert_close(m.values(model), m.values(dense), 1e-5)
-    assert compression.stats.steps == 5
-    assert int(model.optimizer.iterations) == 10
-
-
-def large_batches(steps=10):
-    """A run without Horovod, on the same data as each rank's pairs of passes."""
-    model = m.compile_model(None, learning_rate=0.05, process_set=m.alone())
-    m.fit(model, steps, rank=0, batch_size=16)
-    return m.values(model)
-
-
-@case
-def a_dense_wrapper_adds_up_passes():
-    wanted = large_batches()
-    for graph in (True, False):
-        model = m.compile_model(None, learning_rate=0.05, run_eagerly=not graph, **TWO_PASSES)
-        m.fit(model, 10, rank=0)
-        m.assert_close(m.values(model), wanted, 1e-5)
+    large = m.compile_model(None, learning_rate=0.05)
+    m.fit(large, 10, batch_size=16)
+    dense, compressed = (None, {}), (dgc.Compression.dgc(**m.SPARSITY_0), {})
+    for compression, options in (dense, (None, {"run_eagerly": True}), compressed):
+        model = m.compile_model(compression, learning_rate=0.05, **options, **m.TWO_PASSES)
+        m.fit(model, 10)
+        m.assert_close(m.values(model), m.values(large), 1e-5)
         assert int(model.optimizer.iterations) == 10
+    assert compressed[0].stats.steps == 5
 
 
 @case

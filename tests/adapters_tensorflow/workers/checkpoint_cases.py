@@ -2,8 +2,8 @@
 
 import errno
 import inspect
-import os
 import shutil
+from unittest.mock import patch
 
 import horovod.tensorflow as hvd
 import models as m
@@ -96,33 +96,18 @@ def go_on(*names):
         resumed.compile(optimizer=resumed.optimizer, loss=m.loss_function, run_eagerly=True)
         m.fit(straight, 2, first=2, callbacks=callbacks)
         m.fit(resumed, 2, first=2, callbacks=[*callbacks, dgck.callbacks.CompressionCheckpoint(folder / name)])
-        for a, b in zip(m.values(straight), m.values(resumed), strict=True):
-            np.testing.assert_array_equal(a, b, err_msg=name)
+        m.assert_equal(m.values(straight), m.values(resumed), name)
     remove(folder)
-
-
-def first_u(state):
-    return next(iter(state["parameters"].values()))["u"]
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    place = data.find(first_u(load_state(path))[:8].tobytes())
-    assert place > 0
-    data[place + 5] ^= 16
-    path.write_bytes(bytes(data))
 
 
 def not_finite(path):
     state = load_state(path)
-    first_u(state)[3] = np.nan
+    next(iter(state["parameters"].values()))["u"][3] = np.nan
     save_state(path, state)
 
 
 DAMAGES = {
-    "empty": (lambda path: path.write_bytes(b""), "empty.npz is no state of a compressor"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-300]), "cut off.npz is no state of a compressor"),
-    "a bit flipped": (flip, "a bit flipped.npz is no state of a compressor"),
     "not finite": (not_finite, "not finite"),
     "of another model": (lambda path: shutil.copy(path.with_name("wide.npz"), path), "belongs to another model"),
 }
@@ -143,8 +128,7 @@ def a_file_that_cannot_be_loaded_is_an_error_on_every_rank():
         m.barrier()
         reading = dgck.callbacks.CompressionCheckpoint(folder / name)
         on_every_rank(lambda: m.fit(other, 1, callbacks=[reading]), text)  # noqa: B023
-        for a, b in zip(m.values(other), before, strict=True):
-            np.testing.assert_array_equal(a, b)
+        m.assert_equal(m.values(other), before)
         assert other.optimizer.compression.residual_norm == 0, "no rank has taken its state over"
     remove(folder)
 
@@ -154,19 +138,10 @@ def a_full_disk_leaves_the_old_file():
     folder = m.shared_folder()
     model, path = compiled(), folder / "state.npz"
     m.fit(model, 2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")])
-    before, flush = path.read_bytes(), os.fsync
-
-    def full(file):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    os.fsync = full
-    try:
-        on_every_rank(
-            lambda: m.fit(model, 1, first=2, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / "state")]),
-            "state.npz could not be written: No space left on device",
-        )
-    finally:
-        os.fsync = flush
+    before, again = path.read_bytes(), [dgck.callbacks.CompressionCheckpoint(folder / "state")]
+    with patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        told = "state.npz could not be written: No space left on device"
+        on_every_rank(lambda: m.fit(model, 1, first=2, callbacks=again), told)
     m.barrier()
     assert path.read_bytes() == before
     assert list(folder.iterdir()) == [path]
@@ -227,7 +202,7 @@ def a_model_that_steps_ahead_has_lost_nothing_after_an_average():
 @case
 def weights_loaded_between_two_fits_say_what_is_lost():
     folder = m.shared_folder()
-    model, root = compiled(), dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+    model, root = compiled(), m.ROOT(0)
     keep = dgck.callbacks.CompressionCheckpoint(folder / "state")
     path = str(folder / f"rank{hvd.rank()}.weights.h5")
     assert lost_in(model, 0, root, keep) is None
@@ -249,21 +224,3 @@ def a_dense_run_s_model_has_lost_nothing():
     model.compile(dgck.DistributedOptimizer(inner, compression=dgc.Compression.dgc(**m.SPARSE)), "mse")
     assert lost_in(model, 2) is None
     assert model.optimizer.compression.residual_norm > 0
-
-
-@case
-def what_is_no_state_and_what_is_none_of_the_job_are_refused():
-    model = compiled()
-    m.fit(model, 1)
-    compression = model.optimizer.compression
-    norm = compression.residual_norm
-    on_every_rank(compression.state_dict, "call compression.average(optimizer) on all ranks")
-    for state in (None, 3, "state.npz", [compression.state_dict(own=True)]):
-        on_every_rank(lambda: compression.load_state_dict(state), "load_state_dict got")  # noqa: B023
-    assert compression.residual_norm == norm > 0
-    optimizer = model.optimizer
-    getattr(optimizer, "inner_optimizer", optimizer).momentum = 0.5 + 0.1 * hvd.rank()
-    m.assert_raises(lambda: m.fit(model, 1), "momentum")
-    on_every_rank(compression.state_dict, "after a step that failed", "reset()")
-    compression.reset()
-    assert compression.state_dict()["step"] == 0

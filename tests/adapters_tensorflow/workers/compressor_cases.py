@@ -71,23 +71,13 @@ OPTIONS = {
     "topk": {"sparsity": 0.9},
     "strom": {"threshold": 0.05, "max_density": 0.1},
 }
-MORE = [
-    ("topk", {"threshold": "global", "sparsity": 0.9}),
-    ("qsgd", {"norm": "max", "bits": 2}),
-    ("adacomp", {"momentum": 0.9, "momentum_masking": True}),
-    ("onebit", {"means": "row", "momentum": 0.9, "nesterov": True}),
-]
-STEPS = 6
-
-
-def options_of(name, options=None):
-    return {"min_numel": 64, **OPTIONS.get(name, {}), **(options or {})}
 
 
 def check(name):
-    both_agree(name, options_of(name, {"momentum": 0.0} if name == "dgc" else {}), STEPS)
+    options = {"min_numel": 64, **OPTIONS.get(name, {})}
+    both_agree(name, {**options, **({"momentum": 0.0} if name == "dgc" else {})}, 6)
     # Keras' fit with its own momentum, which only dgc takes over.
-    compression = getattr(dgck.Compression, name)(**options_of(name))
+    compression = getattr(dgck.Compression, name)(**options)
     model = m.compiled(m.keras.optimizers.SGD(0.05, momentum=0.5), compression=compression, run_eagerly=True)
     x, y = m.dataset(10, 0)
     before = model.evaluate(x, y, verbose=0)
@@ -100,7 +90,7 @@ def check(name):
     model = m.make_model()
     variables = m.raw(model.trainable_variables)
     inner = m.keras.optimizers.SGD(0.05)
-    compression = getattr(dgc.Compression, name)(variables, optimizer=inner, **options_of(name))
+    compression = getattr(dgc.Compression, name)(variables, optimizer=inner, **options)
     step = m.stepper(model, inner, compression, hvd, graph=False)
     for number in range(3):
         step(number)
@@ -128,9 +118,3 @@ def the_same_gradients_select_the_same_indices_and_leave_the_same_residuals():
     both_agree("dgc", ramp, 8, momentum=0.9, nesterov=True)
     clipped = {"sparsity": 0.95, "min_numel": 64, "local_grad_clip_norm": 3.0}
     both_agree("dgc", clipped, 8, momentum=0.0, nesterov=False)
-
-
-@case
-def frameworks_agree_on_options_too():
-    for name, options in MORE:
-        both_agree(name, {"min_numel": 64, **options}, STEPS)

@@ -85,8 +85,7 @@ def a_frozen_layer_stays_and_goes_on_as_dense_when_it_is_thawed():
     _, _, dense = train(FRONT_ENDS["eager tape"], None)
     for make in FRONT_ENDS.values():
         before, after, found = train(make, dgc.Compression.dgc(**m.SPARSITY_0))
-        for a, b in zip(before, after, strict=True):
-            np.testing.assert_array_equal(a, b)
+        m.assert_equal(before, after)
         m.assert_close(found, dense, 1e-5)
 
 
@@ -94,8 +93,7 @@ def a_frozen_layer_stays_and_goes_on_as_dense_when_it_is_thawed():
 def no_residual_moves_a_frozen_layer_and_none_is_lost():
     for make in (by_fit, by_tape):
         before, after, found = train(make, dgc.Compression.dgc(**m.SPARSE))
-        for a, b in zip(before, after, strict=True):
-            np.testing.assert_array_equal(a, b)
+        m.assert_equal(before, after)
         m.assert_replicas(found)
     compression = dgc.Compression.dgc(**m.SPARSE)
     model, go = by_fit(compression, run_eagerly=True)
@@ -131,8 +129,7 @@ def a_state_saved_while_a_layer_is_frozen_resumes_bit_for_bit():
     go(2 * STEPS)
     again.layers[1].trainable = True
     go(3 * STEPS)
-    for a, b in zip(m.values(again), wanted, strict=True):
-        np.testing.assert_array_equal(a, b)
+    m.assert_equal(m.values(again), wanted)
 
 
 @case
@@ -144,6 +141,5 @@ def a_layer_that_one_rank_alone_freezes_is_an_error_on_all():
         go(0)
         before = model.get_weights()
         model.layers[1].trainable = hvd.rank() != 1
-        m.assert_raises(lambda: go(STEPS), "frozen variables")  # noqa: B023
-        for a, b in zip(before, model.get_weights(), strict=True):
-            np.testing.assert_array_equal(a, b)
+        m.assert_raises(lambda: go(STEPS), "'without a gradient' is [] on rank 0 and [", "kernel", "frozen variables")  # noqa: B023
+        m.assert_equal(before, model.get_weights())

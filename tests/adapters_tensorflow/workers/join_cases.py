@@ -1,6 +1,5 @@
 """dgc.tensorflow.join with uneven numbers of batches, behind a tape and in Keras' fit()."""
 
-import warnings
 from unittest.mock import patch
 
 import horovod.tensorflow as hvd
@@ -32,13 +31,6 @@ def tape_run(gap, options=None):
     return model, inner, compression, train
 
 
-def joined_dense(gap):
-    model, inner, _, train = tape_run(gap)
-    hvd.join()
-    hvd.broadcast_variables(m.raw([*model.trainable_variables, *variables_of(inner)]), root_rank=MOST)
-    return model, train
-
-
 def variables_of(optimizer):
     listed = optimizer.variables
     return list(listed() if callable(listed) and not isinstance(listed, list) else listed)
@@ -47,7 +39,9 @@ def variables_of(optimizer):
 @case
 def a_tape_equals_horovods_join_at_sparsity_0():
     for gap in (1, 5):
-        dense, train_dense = joined_dense(gap)
+        dense, inner, _, train_dense = tape_run(gap)
+        hvd.join()
+        hvd.broadcast_variables(m.raw([*dense.trainable_variables, *variables_of(inner)]), root_rank=MOST)
         model, _, compression, train = tape_run(gap, m.SPARSITY_0)
         assert dgc.join(compression) == MOST
         m.assert_close(m.values(model), m.values(dense), 1e-5)
@@ -84,7 +78,7 @@ def fit_goes_on_after_a_join():
         model = m.make_model()
         compression = dgck.Compression.dgc(error_feedback="classic", **m.SPARSE)
         model.compile(dgck.DistributedOptimizer(make(), compression=compression), loss=m.loss_function)
-        root = dgck.callbacks.BroadcastGlobalVariablesCallback(0)
+        root = m.ROOT(0)
         for epoch in range(2):
             m.fit(model, batches(5), first=30 * epoch, callbacks=[root])
             assert dgck.join(compression) == MOST
@@ -104,10 +98,9 @@ def a_changed_learning_rate_is_a_warning():
     if hvd.rank() == MOST:
         inner.learning_rate = 0.01
         train(2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with m.warned("after this rank had joined") as told:
         dgc.join(compression)
-    assert any("after this rank had joined" in str(w.message) for w in caught) == (hvd.rank() != MOST)
+    assert bool(told) == (hvd.rank() != MOST)
     assert np.isclose(float(inner.learning_rate), 0.01)
     train(2, start=90)
     assert not m.replicas_differ(m.values(model))

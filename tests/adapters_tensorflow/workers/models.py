@@ -19,10 +19,9 @@ hvd.init()
 keras = tf.keras
 LEGACY = keras.optimizers.SGD.__module__.startswith("tf_keras")
 
-BEFORE_RAMPUP = {"rampup_begin_step": 1000}
 SPARSITY_0 = {"sparsity": 0.0, "momentum_masking": False, "min_numel": 64}
 SPARSE = {"sparsity": 0.99, "min_numel": 64}
-TOLERANCE = {"before": 1e-6, "zero": 1e-5}
+TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
 
 OPTIMIZERS = {
     "plain": {"momentum": 0.0},
@@ -31,6 +30,7 @@ OPTIMIZERS = {
     "decoupled decay": {"momentum": 0.9, "weight_decay": 0.01},
 }
 
+ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
 loss_function = keras.losses.MeanSquaredError()
 
 
@@ -83,6 +83,10 @@ def short_schedule():
     return keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.05, 0.01, 0.08])
 
 
+def mean_of_ranks(arrays):
+    return [np.asarray(hvd.allreduce(tf.constant(v), name="mean")) for v in arrays]
+
+
 def raw(variables):
     return [getattr(v, "_value", v) for v in variables]
 
@@ -133,17 +137,6 @@ def compressor(way, model, inner, **options):
         return None, hvd
     named = (raw(model.trainable_variables),) if way == "stock" else ()
     return dgc.Compression.dgc(*named, optimizer=inner, **options), dgc if way == "wrapper" else hvd
-
-
-def train_loop(way, options=None, *, optimizer="momentum", graph=True, steps=20, hvd_options=None):
-    """A custom loop at changing learning rates; see :func:`compressor`."""
-    model, inner = make_model(), keras.optimizers.SGD(0.05, **OPTIMIZERS[optimizer])
-    compression, library = compressor(way, model, inner, **(options or {}))
-    one = stepper(model, inner, compression, library, graph, **(hvd_options or {}))
-    for step in range(steps):
-        inner.learning_rate = rate(step)
-        one(step)
-    return values(model), compression
 
 
 def compiled(inner, model=None, *, wrapped=True, compression=None, process_set=None, op=None, **options):
@@ -231,6 +224,11 @@ def assert_close(found, wanted, tolerance):
     for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
         difference = np.abs(a.astype(np.float64) - b).max()
         assert difference <= tolerance * np.abs(b).max(), f"tensor {i}: {difference} against {np.abs(b).max()}"
+
+
+def assert_equal(found, wanted, message=""):
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b, message)
 
 
 def assert_replicas(arrays):

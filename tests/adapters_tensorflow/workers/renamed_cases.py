@@ -2,7 +2,6 @@
 
 import horovod.tensorflow as hvd
 import models as m
-import numpy as np
 from worker_tools import case
 
 import dgc.tensorflow as dgc
@@ -22,11 +21,6 @@ def named_model():
     model = keras.Sequential([*layers, keras.layers.Dense(3, name="dense_2")], name="sequential")
     model.build((None, 20))
     return model
-
-
-def assert_same(found, wanted, name):
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=name)
 
 
 @case
@@ -51,40 +45,7 @@ def resume(*names):
         again = keras.models.load_model(folder / f"{name}.keras")
         again.compile(again.optimizer, loss=m.loss_function, run_eagerly=True)
         m.fit(again, MORE, STEPS, callbacks=[dgck.callbacks.CompressionCheckpoint(folder / name)])
-        assert_same(m.values(again), m.values(model), name)
-
-
-@case
-def every_compressor_behind_a_tape_resumes_bit_for_bit():
-    """A state that is loaded before the first step and one that is loaded later; dgc's tape and Horovod's own."""
-    for library in (dgc, hvd):
-        for name in compressor_names():
-
-            def made(model, rate=0.05, name=name, library=library):
-                inner, named = keras.optimizers.SGD(rate), [m.raw(model.trainable_variables)]
-                named = named if library is hvd else []
-                compression = getattr(dgc.Compression, name)(*named, optimizer=inner, min_numel=64)
-                more = {"groups": 1} if library is hvd else {}
-                return compression, m.stepper(model, inner, compression, library, graph=False, **more)
-
-            model = named_model()
-            compression, step = made(model)
-            for i in range(STEPS):
-                step(i)
-            compression.average(compression.optimizer)
-            state = compression.state_dict()
-            loaded = m.reloaded(model)
-            for i in range(STEPS, STEPS + MORE):
-                step(i)
-            other, step = made(loaded)
-            if library is dgc and name in ("qsgd", "dgc"):
-                weights = loaded.get_weights()
-                step(0)
-                loaded.set_weights(weights)
-            other.load_state_dict(state)
-            for i in range(STEPS, STEPS + MORE):
-                step(i)
-            assert_same(m.values(loaded), m.values(model), name)
+        m.assert_equal(m.values(again), m.values(model), name)
 
 
 @case

@@ -1,7 +1,6 @@
 """Step-ahead error feedback in Keras 3, on real ranks: the optimizer steps on its rank's gradient, updates travel."""
 
 import contextlib
-import itertools
 
 import horovod.tensorflow as hvd
 import models as m
@@ -13,7 +12,6 @@ import dgc.tensorflow as dgc
 import dgc.tensorflow.keras as dgck
 
 keras = m.keras
-ROOT = dgck.callbacks.BroadcastGlobalVariablesCallback
 AHEAD = {"error_feedback": "step-ahead", "min_numel": 64}
 EXACT = {**AHEAD, "sparsity": 0.0, "values": "float32", "small": "float32"}
 SPARSE = {**AHEAD, "sparsity": 0.95}
@@ -56,7 +54,7 @@ def assert_average(model):
 @case(eager=EAGER)
 def an_exact_exchange_equals_dense_training(eager):
     found = made("sgd", EXACT, eager=EAGER[eager])
-    m.fit(found, 12, callbacks=[ROOT(0)])
+    m.fit(found, 12, callbacks=[m.ROOT(0)])
     dense = m.fitted(OPTIMIZERS["sgd"](), steps=12)
     m.assert_close(m.values(found), m.values(dense), 1e-5)
     m.assert_replicas(m.values(found))
@@ -70,7 +68,7 @@ def shared_values_are_the_same_on_all_ranks_with_every_optimizer(kind, eager):
     assert m.replicas_differ(m.values(model))
     assert model.optimizer.compression.stats.last.ratio > 2
     assert_average(model)
-    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
     assert_shared(model)
     m.assert_replicas(m.values(model))  # the callback averages at the end
 
@@ -114,7 +112,7 @@ def changed_weights_are_taken_over(ranks):
     m.fit(model, 3)
     other = m.values(m.make_model(seed=5))
     before = m.values(model)
-    mean = [np.asarray(hvd.allreduce(tf.constant(v), name="mean")) for v in before]
+    mean = m.mean_of_ranks(before)
     if ranks == "all" or hvd.rank() == 1:
         model.set_weights(other)
     wanted = other if ranks == "all" else None
@@ -155,7 +153,7 @@ def a_model_that_is_built_in_fit(eager, seeds):
     keras.utils.set_random_seed(1 + hvd.rank() * (seeds == "own"))
     model = keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(3)])
     model = made("adamw", {**AHEAD, "steps": 5}, model, EAGER[eager])
-    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
     assert_shared(model)
     m.fit(model, 1, callbacks=[])  # without the callback, which averages at the end of every fit()
     m.assert_replicas(m.values(model))
@@ -174,10 +172,10 @@ def an_average_keeps_weights_that_were_set_before_it():
 @case
 def a_second_fit_averages_the_momentum_as_well():
     model = made(options=EXACT)
-    m.fit(model, 4, callbacks=[ROOT(0)])
-    m.fit(model, 4, first=4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
+    m.fit(model, 4, first=4, callbacks=[m.ROOT(0)])
     dense = made(options=EXACT)
-    m.fit(dense, 8, callbacks=[ROOT(0)])
+    m.fit(dense, 8, callbacks=[m.ROOT(0)])
     m.assert_close(m.values(model), m.values(dense), 1e-5)
 
 
@@ -195,15 +193,15 @@ def a_restored_compressor_leaves_the_learning_rate_alone():
 @case
 def a_second_fit_with_a_new_callback_loses_nothing():
     model = made()
-    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4)
     seen = []
 
     class Watch(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             seen.extend(m.values(self.model))
 
-    wanted = [np.asarray(hvd.allreduce(tf.constant(v), name="mean")) for v in m.values(model)]
-    m.fit(model, 4, callbacks=[ROOT(0), Watch()])
+    wanted = m.mean_of_ranks(m.values(model))
+    m.fit(model, 4, callbacks=[m.ROOT(0), Watch()])
     m.assert_close(seen, wanted, 1e-5)
     assert_average(model)
 
@@ -212,13 +210,13 @@ def a_second_fit_with_a_new_callback_loses_nothing():
 def compiling_a_new_optimizer_loses_nothing(broadcast, freeze):
     """As for fine-tuning: the former optimizer's unsent updates of all ranks count."""
     model = made("adamw", eager=False)
-    m.fit(model, 8, callbacks=[ROOT(0)])
-    mean = [np.asarray(hvd.allreduce(tf.constant(w), name="mean")) for w in model.get_weights()]
+    m.fit(model, 8)
+    mean = m.mean_of_ranks(model.get_weights())
     if freeze:
         model.layers[0].trainable = False
     model = made("adamw", {**SPARSE, "sparsity": 0.9}, model=model, eager=False)
     model.optimizer.learning_rate = 0.0
-    m.fit(model, 2, 8, callbacks=[ROOT(0)] if broadcast else [])
+    m.fit(model, 2, 8, callbacks=[m.ROOT(0)] if broadcast else [])
     m.assert_close(model.get_weights(), mean, 1e-5)
     m.assert_replicas(model.get_weights())
     model.optimizer.learning_rate = 1e-2
@@ -230,48 +228,20 @@ def compiling_a_new_optimizer_loses_nothing(broadcast, freeze):
 def one_rank_goes_on_from_a_saved_model_and_all_compile_a_new_optimizer():
     """The callback broadcasts. Only the other rank has the former optimizer, so nobody averages it."""
     model = made("adamw")
-    m.fit(model, 4, callbacks=[ROOT(0)])
+    m.fit(model, 4, callbacks=[m.ROOT(0)])
     model.optimizer.compression.average(model.optimizer)
     if hvd.rank() == 0:
         model = m.reloaded(model, keras.models.load_model)
     saved = model.get_weights()
     model = made("adamw", model=model)
     model.optimizer.learning_rate = 0.0
-    m.fit(model, 2, 4, callbacks=[ROOT(0)])
+    m.fit(model, 2, 4, callbacks=[m.ROOT(0)])
     m.assert_close(model.get_weights(), saved, 1e-6)
     assert_average(model)
 
 
-@case
-def a_load_between_two_fits_begins_anew():
-    model, callback = made(), ROOT(0)
-    m.fit(model, 4, callbacks=[callback])
-    model.set_weights(m.values(m.make_model(seed=5)))
-    m.fit(model, 4, callbacks=[callback])
-    assert_average(model)
-
-
-@case
-def a_saved_model_trains_on():
-    model = made("adamw")
-    m.fit(model, 4)
-    model.optimizer.compression.average(model.optimizer)
-    m.assert_replicas([np.asarray(v) for v in m.raw(model.optimizer.variables)])
-    folder = m.shared_folder()
-    m.save(model, folder / "model.keras")
-    again = keras.models.load_model(folder / "model.keras")
-    assert again.optimizer.compression.config.steps_ahead
-    m.assert_replicas(m.values(again))
-    with m.warned("is lost") as texts:
-        m.fit(again, 4, first=4, callbacks=[ROOT(0)])
-    assert not texts
-    assert_shared(again)
-    assert_average(again)
-
-
 def assert_resumed(found, wanted):
-    for a, b in zip(m.values(found), m.values(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)
+    m.assert_equal(m.values(found), m.values(wanted))
     assert_shared(found)
     assert_average(found)
 
@@ -346,18 +316,13 @@ def a_reset_begins_again_with_equal_ranks():
 @case
 def accumulated_passes_equal_dense_training():
     found = []
-    for options in (EXACT, None):
-        compression = None if options is None else dgc.Compression.dgc(**options)
-        optimizer = dgck.DistributedOptimizer(
-            OPTIMIZERS["sgd"](), compression=compression, backward_passes_per_step=2, average_aggregated_gradients=True
-        )
-        model = m.make_model()
-        model.compile(optimizer=optimizer, loss=m.loss_function)
+    compression = dgc.Compression.dgc(**EXACT)
+    for given in (compression, None):
+        model = m.compile_model(given, learning_rate=0.05, **m.TWO_PASSES)
         m.fit(model, 8)
         found.append(m.values(model))
-        if options:
-            assert compression.stats.steps == 4
-            m.assert_replicas(found[0])
+    assert compression.stats.steps == 4
+    m.assert_replicas(found[0])
     m.assert_close(*found, 1e-5)
 
 
@@ -369,8 +334,7 @@ def several_steps_in_one_call_change_nothing():
         model.compile(optimizer=model.optimizer, loss=m.loss_function, steps_per_execution=steps)
         m.fit(model, 8)
         found.append(m.values(model))
-    for a, b in zip(*found, strict=True):
-        np.testing.assert_array_equal(a, b)
+    m.assert_equal(*found)
 
 
 @case
@@ -398,7 +362,7 @@ def an_embedding_and_a_frozen_layer():
     model.compile(dgck.DistributedOptimizer(OPTIMIZERS["adamw"](), compression=dgc.Compression.dgc(**SPARSE)), loss)
     generator = np.random.default_rng(hvd.rank())
     x, y = generator.integers(0, 50, (64, 7)), generator.integers(0, 5, (64,))
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=[ROOT(0)])
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[m.ROOT(0)])
     assert_shared(model)
     layers[0].trainable = False
     model.compile(model.optimizer, loss)
@@ -428,7 +392,7 @@ def an_overflow_on_one_rank_is_skipped_on_all(eager, passes):
         x, y = m.dataset(8)
         if hvd.rank() == 1:
             x[4 * 8], y[4 * 8] = 1e6, 1e6
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[ROOT(0)])
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[m.ROOT(0)])
     optimizer = model.optimizer
     state = [optimizer.dynamic_scale, optimizer.step_counter, optimizer.iterations, optimizer.learning_rate]
     m.assert_replicas([np.asarray(v) for v in state])
@@ -445,7 +409,7 @@ def an_error_of_one_rank_under_mixed_precision_is_an_error_of_all(eager, steps):
     with mixed_float16():
         model = made("adamw", eager=EAGER[eager])
         if steps:
-            m.fit(model, steps, callbacks=[ROOT(0)])
+            m.fit(model, steps, callbacks=[m.ROOT(0)])
         if hvd.rank() == 1:
             model.layers[0].kernel.constraint = keras.constraints.NonNeg()
             model.make_train_function(force=True)
@@ -455,11 +419,10 @@ def an_error_of_one_rank_under_mixed_precision_is_an_error_of_all(eager, steps):
 @case
 def weights_in_bfloat16():
     model = made("adamw", model=m.make_model(dtype="bfloat16"))
-    m.fit(model, 6, callbacks=[ROOT(0)])
+    m.fit(model, 6, callbacks=[m.ROOT(0)])
     before = m.values(model)
     model.optimizer.compression.load_state_dict(model.optimizer.compression.state_dict())
-    for a, b in zip(before, m.values(model), strict=True):
-        np.testing.assert_array_equal(a, b)
+    m.assert_equal(before, m.values(model))
     m.assert_replicas(shared(model))
     assert not model.optimizer.compression.engine.exchange.edited
     model.optimizer.compression.average()
@@ -475,25 +438,11 @@ def a_learning_rate_that_differs_is_an_error_that_names_it():
     assert_shared(model)
 
 
-class Stop(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = True
-
-
-@case
-def a_fit_that_a_callback_ends():
-    model = made()
-    m.fit(model, 2, callbacks=[ROOT(0), Stop()], epochs=3)
-    assert_shared(model)
-    stop = [Stop()] if hvd.rank() else []
-    m.assert_raises(lambda: m.fit(model, 2, callbacks=[ROOT(0), *stop], epochs=3), "rank 1 has ended fit()")
-
-
 @case(mixed=(False, True))
 def a_rank_with_fewer_batches_is_an_error_of_all(mixed):
     with mixed_float16() if mixed else contextlib.nullcontext():
         model = made("adamw")
-        m.assert_raises(lambda: m.fit(model, 4 - 2 * hvd.rank(), callbacks=[ROOT(0)]), "rank 1 has ended fit()")
+        m.assert_raises(lambda: m.fit(model, 4 - 2 * hvd.rank(), callbacks=[m.ROOT(0)]), "rank 1 has ended fit()")
 
 
 @case(mixed=(False, True))
@@ -503,16 +452,6 @@ def an_average_on_one_rank_alone_is_an_error_on_all(mixed):
         m.fit(model, 2)
         average, step = model.optimizer.compression.average, lambda: m.fit(model, 1)
         m.assert_raises(step if hvd.rank() else average, "rank 0 failed in step 2: it calls average()")
-
-
-@case
-def layers_that_are_frozen_after_fit_are_equal_on_all_ranks():
-    model = made("adamw")
-    m.fit(model, 4, callbacks=[ROOT(0)])
-    model.layers[0].trainable = False
-    made("adamw", model=model)
-    m.fit(model, 2, callbacks=[ROOT(0)])
-    m.assert_replicas(m.values(model))
 
 
 @case
@@ -546,6 +485,5 @@ def one_rank_alone_trains_plainly():
     model = made("adamw", SPARSE, process_set=m.alone())
     m.fit(model, 3)
     plain = m.fitted(OPTIMIZERS["adamw"](), steps=3, wrapped=False)
-    for a, b in itertools.zip_longest(m.values(model), m.values(plain)):
-        np.testing.assert_array_equal(a, b)
+    m.assert_equal(m.values(model), m.values(plain))
     model.optimizer.compression.average()

@@ -15,39 +15,32 @@ import dgc.tensorflow as dgc
 
 @case
 def op_sum_adds_the_ranks():
-    options = {**m.SPARSITY_0, "op": hvd.Sum, "momentum": 0.0}
-    for way in ("wrapper", "stock"):
+    for library in (dgc, hvd):
         model = m.make_model()
-        variables = m.raw(model.trainable_variables)
-        compression = dgc.Compression.dgc(variables, optimizer=None, **options)
-        library = dgc if way == "wrapper" else hvd
-        x, y = (tf.constant(t) for t in m.batch(0))
-        with tf.GradientTape(persistent=True) as tape:
-            loss = m.loss_function(y, model(x))
-        mine = tape.gradient(loss, variables)
-        given = {"compression": compression, "op": hvd.Sum, **({"groups": 1} if library is hvd else {})}
-        summed = library.DistributedGradientTape(tape, **given).gradient(loss, variables)
-        for i, (a, b) in enumerate(zip(summed, mine, strict=True)):
-            wanted = hvd.allreduce(b, op=hvd.Sum, name=f"sum{way}{i}")
+        compression = dgc.Compression.dgc(m.raw(model.trainable_variables), momentum=0.0, op=hvd.Sum, **m.SPARSITY_0)
+        summed = m.tape_step(model, compression, library=library, op=hvd.Sum)
+        for i, (a, b) in enumerate(zip(summed, m.own_gradients(model, *m.batch(0)), strict=True)):
+            wanted = hvd.allreduce(b, op=hvd.Sum, name=f"sum{library.__name__}{i}")
             np.testing.assert_allclose(a, wanted, rtol=1e-6, atol=1e-7)
 
 
-@case
-def float16_bfloat16_and_float64_variables():
-    for dtype, tolerance in (("float16", 2e-3), ("bfloat16", 2e-2), ("float64", 1e-12)):
-        for graph in (False, True):
-            start = tf.cast(tf.random.stateless_normal([40, 30], [1, 2]), dtype)
-            variable = tf.Variable(start, name=f"v_{dtype}_{graph}")
-            compression = dgc.Compression.dgc(momentum=0.0, **m.SPARSITY_0)
-            mine = tf.cast(tf.random.stateless_normal([40, 30], [3, hvd.rank()]), dtype)
+PRECISION = {"float16": 2e-3, "bfloat16": 2e-2, "float64": 1e-12}
 
-            def one_step(variable=variable, compression=compression, mine=mine):
-                return m.reduced(lambda: tf.reduce_sum(variable * mine), variable, compression)
 
-            result = (tf.function(one_step) if graph else one_step)()
-            assert result.dtype == dtype
-            wanted = hvd.allreduce(tf.cast(mine, tf.float64), op=hvd.Average, name=f"wanted{dtype}{graph}")
-            np.testing.assert_allclose(tf.cast(result, tf.float64), wanted, rtol=tolerance, atol=tolerance)
+@case(dtype=PRECISION, graph=(False, True))
+def float16_bfloat16_and_float64_variables(dtype, graph):
+    variable = tf.Variable(tf.cast(tf.random.stateless_normal([40, 30], [1, 2]), dtype))
+    compression = dgc.Compression.dgc(momentum=0.0, **m.SPARSITY_0)
+    mine = tf.cast(tf.random.stateless_normal([40, 30], [3, hvd.rank()]), dtype)
+
+    def one_step():
+        return m.reduced(lambda: tf.reduce_sum(variable * mine), variable, compression)
+
+    result = (tf.function(one_step) if graph else one_step)()
+    assert result.dtype == dtype
+    wanted = hvd.allreduce(tf.cast(mine, tf.float64), op=hvd.Average, name="wanted")
+    tolerance = PRECISION[dtype]
+    np.testing.assert_allclose(tf.cast(result, tf.float64), wanted, rtol=tolerance, atol=tolerance)
 
 
 @case
@@ -90,40 +83,41 @@ def what_changes_variables_later_in_a_graph_waits_for_the_exchange():
         assert seen == [1.0, 0.0, -1.0], seen
 
 
-@case
-def after_an_error_training_goes_on_from_a_reset_or_a_loaded_state():
-    def prepare(way, graph):
+WAYS = {"stock": ("stock", True), "eager": ("wrapper", False), "graph": ("wrapper", True)}
+
+
+@case(way=WAYS)
+def after_an_error_training_goes_on_from_a_reset_or_a_loaded_state(way):
+    def prepare():
+        way_of, graph = WAYS[way]
         model, inner = m.make_model(), m.keras.optimizers.SGD(0.05, momentum=0.9)
-        compression, library = m.compressor(way, model, inner, **m.SPARSE)
+        compression, library = m.compressor(way_of, model, inner, **m.SPARSE)
         one = m.stepper(model, inner, compression, library, graph)
 
         def train(first, last):
             for step in range(first, last):
                 one(step)
 
-        return model, inner, compression, train
-
-    for way, graph in (("stock", True), ("wrapper", False), ("wrapper", True)):
-        straight, inner, compression, train = prepare(way, graph)
         train(0, 3)
         compression.average(inner)
+        return model, inner, compression, train
+
+    straight, _, _, train = prepare()
+    train(3, 8)
+    for recovery in ("reset", "state"):
+        model, inner, compression, train = prepare()
+        state = compression.state_dict()
+        inner.learning_rate = 0.05 / (1 + hvd.rank())
+        m.assert_raises(functools.partial(train, 3, 4), "disagree in step 3 about the learning rate")
+        inner.learning_rate = 0.05
+        if recovery == "reset":
+            compression.reset()
+        else:
+            compression.load_state_dict(state)
         train(3, 8)
-        for recovery in ("reset", "state"):
-            model, inner, compression, train = prepare(way, graph)
-            train(0, 3)
-            compression.average(inner)
-            state = compression.state_dict()
-            inner.learning_rate = 0.05 / (1 + hvd.rank())
-            m.assert_raises(functools.partial(train, 3, 4), "disagree in step 3 about the learning rate")
-            inner.learning_rate = 0.05
-            if recovery == "reset":
-                compression.reset()
-            else:
-                compression.load_state_dict(state)
-            train(3, 8)
-            m.assert_replicas(m.values(model))
-            same = [np.array_equal(a, b) for a, b in zip(m.values(model), m.values(straight), strict=True)]
-            assert all(same) == (recovery == "state"), (way, graph, recovery)
+        m.assert_replicas(m.values(model))
+        same = [np.array_equal(a, b) for a, b in zip(m.values(model), m.values(straight), strict=True)]
+        assert all(same) == (recovery == "state"), recovery
 
 
 @case

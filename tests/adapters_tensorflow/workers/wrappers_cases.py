@@ -11,7 +11,6 @@ import dgc.tensorflow.keras as dgck
 from dgc.errors import ConfigError, DGCError
 
 keras = m.keras
-TWO_PASSES = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
 
 
 # -- names of collectives ------------------------------------------------------------------------------------------
@@ -30,31 +29,24 @@ def one_model_more_on_rank_1(make=m.make_model):
     return make()
 
 
-def fit_embedding(optimizer, **compile_options):
-    model = one_model_more_on_rank_1(embedding_model)
-    model.compile(optimizer=optimizer, loss=m.loss_function, **compile_options)
-    generator = np.random.default_rng(hvd.rank())
-    x, y = generator.integers(0, 30, (32, 5)), generator.standard_normal((32, 3)).astype("f")
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    m.assert_replicas(m.values(model))
-
-
 @case
 def a_rank_with_one_more_model_trains_a_dense_wrapper():
-    for options in ({}, {"run_eagerly": True}, TWO_PASSES):
+    for options in ({}, {"run_eagerly": True}, m.TWO_PASSES):
         model = m.compile_model(None, model=one_model_more_on_rank_1(), learning_rate=0.05, **options)
         m.fit(model, 4)
         m.assert_replicas(m.values(model))
 
 
-@case
-def a_rank_with_one_more_model_trains_sparse_gradients():
-    for eager in (False, True):
-        for compression in (None, dgc.Compression.dgc(momentum=0.0, **m.SPARSE)):
-            inner = keras.optimizers.SGD(0.05)
-            dense = compression is not None
-            optimizer = dgck.DistributedOptimizer(inner, compression=compression, sparse_as_dense=dense)
-            fit_embedding(optimizer, run_eagerly=eager)
+@case(eager=(False, True), compressed=(False, True))
+def a_rank_with_one_more_model_trains_sparse_gradients(eager, compressed):
+    model, inner = one_model_more_on_rank_1(embedding_model), keras.optimizers.SGD(0.05)
+    compression = dgc.Compression.dgc(momentum=0.0, **m.SPARSE) if compressed else None
+    optimizer = dgck.DistributedOptimizer(inner, compression=compression, sparse_as_dense=compressed)
+    model.compile(optimizer=optimizer, loss=m.loss_function, run_eagerly=eager)
+    generator = np.random.default_rng(hvd.rank())
+    x, y = generator.integers(0, 30, (32, 5)), generator.standard_normal((32, 3)).astype("f")
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    m.assert_replicas(m.values(model))
 
 
 @case
@@ -101,33 +93,28 @@ def a_dense_wrapper_takes_bfloat16_and_a_predivide_factor():
 # -- loading -------------------------------------------------------------------------------------------------------
 
 
-@case
-def load_model_makes_a_dense_model_distributed():
-    model = m.compiled(keras.optimizers.SGD(m.schedule(), momentum=0.9), wrapped=False)
+@case(wrapped=(False, True))
+def load_model_makes_a_dense_model_compressed(wrapped):
+    """One that Keras' optimizer has trained, and one that our wrapper has trained without a compressor."""
+    model = m.compiled(keras.optimizers.SGD(m.schedule(), momentum=0.9), wrapped=wrapped)
     m.fit(model, 12, rank=0)
-    loaded = m.reloaded(model, dgck.load_model, compression=dgc.Compression.dgc(**m.SPARSITY_0))
-    again = m.reloaded(loaded, dgck.load_model)
-    m.assert_raises(
-        lambda: m.reloaded(loaded, dgck.load_model, compression=dgc.Compression.dgc()), "leave compression out"
-    )
-    assert again.optimizer.compression.config.sparsity == loaded.optimizer.compression.config.sparsity
-    m.fit(model, 6, 12, rank=0)
-    m.fit(loaded, 6, 12, rank=0)
-    assert loaded.optimizer.compression.stats.steps == 6
-    m.assert_close(m.values(loaded), m.values(model), 1e-5)
-
-
-@case
-def a_model_of_a_dense_run_with_the_wrapper_goes_on_compressed():
-    model = m.compiled(keras.optimizers.SGD(m.schedule(), momentum=0.9))
-    m.fit(model, 6, rank=0)
     compression = dgc.Compression.dgc(**m.SPARSITY_0)
     loaded = m.reloaded(model, dgck.load_model, compression=compression)
     assert loaded.optimizer.compression is compression
-    m.fit(model, 6, 6, rank=0)
-    m.fit(loaded, 6, 6, rank=0)
+    m.fit(model, 6, 12, rank=0)
+    m.fit(loaded, 6, 12, rank=0)
     assert compression.stats.steps == 6
     m.assert_close(m.values(loaded), m.values(model), 1e-5)
+
+
+@case
+def load_model_of_a_compressed_model_takes_no_other_compressor():
+    compression = dgc.Compression.dgc(**m.SPARSITY_0)
+    model = m.compiled(keras.optimizers.SGD(0.05), compression=compression, run_eagerly=True)
+    m.fit(model, 1)
+    assert m.reloaded(model, dgck.load_model).optimizer.compression.config.sparsity == compression.config.sparsity
+    again = {"compression": dgc.Compression.dgc()}
+    m.assert_raises(lambda: m.reloaded(model, dgck.load_model, **again), "leave compression out")
 
 
 class TellsOfItself(keras.optimizers.SGD):
@@ -149,21 +136,13 @@ def load_model_knows_a_users_optimizer_from_one_of_ours():
     m.assert_replicas(m.values(loaded))
 
 
-def lossy():
-    """name -> (compressor, further arguments) of wrappers whose model does not hold all that they were given."""
-    return {
-        "process_set": (dgc.Compression.dgc(), {"process_set": m.alone()}),
-        "loss_scale": (dgc.Compression.dgc(loss_scale=lambda: 1.0), {}),
-    }
-
-
 @case
 def a_model_that_lacks_options_loads_and_asks_for_them_before_it_is_trained():
-    for name, (compression, arguments) in lossy().items():
-        model = m.make_model()
-        m.compile_model(
-            compression, model=model, optimizer="momentum", learning_rate=0.05, run_eagerly=True, **arguments
-        )
+    for name, compression, arguments in (
+        ("process_set", dgc.Compression.dgc(), {"process_set": m.alone()}),
+        ("loss_scale", dgc.Compression.dgc(loss_scale=lambda: 1.0), {}),
+    ):
+        model = m.compile_model(compression, learning_rate=0.05, run_eagerly=True, **arguments)
         m.fit(model, 1, rank=0)
         again = m.reloaded(model)
         given = m.reloaded(model, dgck.load_model, compression=dgc.Compression.dgc())
@@ -245,7 +224,7 @@ def a_strategy_of_tensorflow():
 def callbacks_know_a_users_optimizer_from_one_of_ours():
     model = m.compiled(TellsOfItself(0.05), m.make_model(seed=1 + hvd.rank()), wrapped=False)
     for _ in range(2):
-        m.fit(model, 1, rank=0, callbacks=[dgck.callbacks.BroadcastGlobalVariablesCallback(0)])
+        m.fit(model, 1, rank=0, callbacks=[m.ROOT(0)])
     m.assert_replicas(m.values(model))
     m.assert_raises(
         lambda: m.fit(model, 1, callbacks=[dgck.callbacks.CompressionCheckpoint("never-written")]),
