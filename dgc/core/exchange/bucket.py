@@ -96,7 +96,7 @@ class BucketExchange:
             begun()
 
     def run(self) -> None:
-        """Exchange the bucket, whose gradients have all arrived, and write the results of sparsified tensors."""
+        """Exchange the bucket, whose gradients have all arrived, and add up what the ranks have sent."""
         stats, since = self.step.stats, time.perf_counter()
         nonfinite = self._select()
         since = stats.lap("compress", since)

@@ -233,7 +233,7 @@ class Exchange:
         return done
 
     def finish(self) -> bool:
-        """Wait until all buckets have run, write the results of dense tensors, and commit the step.
+        """Wait until all buckets have run, write the results, and commit the step. Call it after the backward pass.
 
         To commit a step is to remove what was sent from the residual. If every rank has joined, nobody had a gradient,
         and the exchange is undone.
