@@ -1,14 +1,9 @@
 """The first moment of Adam and its kin in the compressor."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from rank_jobs import SIZES, each_case
 
 from dgc.core.config import STEPS_BEFORE, running_mean
-
-test_on_real_ranks = each_case(Path(__file__).parent / "workers" / "first_moment_cases.py", SIZES)
 
 
 @pytest.mark.parametrize("beta1", [0.5, 0.9, 0.99, 0.999])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launch_tools import TESTS, case_names, run_mpi
-from rank_jobs import each_case, once
+from rank_jobs import each_case
 
 torch = pytest.importorskip("torch")
 
@@ -24,25 +24,6 @@ test_transport = each_case(
     KINDS,
     more=case_names(TESTS / "transport_contract.py"),
 )
-
-
-@pytest.mark.mpi
-def test_one_process(ranks):
-    source = """
-import horovod.torch as hvd
-hvd.init()
-import numpy as np
-from dgc.torch.horovod import HOROVOD
-from worker_tools import report
-for choice in ("auto", "horovod"):
-    transport = HOROVOD.make_transport(choice)
-    array, out = np.ones(3, np.float32), np.empty((1, 2), np.uint8)
-    transport.allreduce(array)
-    transport.allgather(np.array([1, 2], np.uint8), out)
-    report([transport.rank, transport.size, array, out])
-"""
-    result = ranks.run(source, 1, launcher="single")
-    assert result.reports == [[[0, 1, [1, 1, 1], [[1, 2]]]] * 2]
 
 
 # -- a Horovod that is not ready ---------------------------------------------------------------------------------
@@ -82,62 +63,47 @@ def test_horovod_that_is_not_ready_is_a_config_error(name, monkeypatch):
         assert str(caught.value).count("hvd.init()") == 1
 
 
-# -- one rank cannot use MPI: all take the same way ----------------------------------------------------------------
-
-FALLBACK = """
-import sys, warnings
-{before}
+BESIDE_HOROVOD = """
+import inspect
+import sys
 import horovod.torch as hvd
-hvd.init({init})
-from dgc.torch.horovod import HOROVOD
-from worker_tools import launch_rank, report
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import dgc.torch as dgc
 
-if launch_rank() in {without}:
-    kept, sys.modules["mpi4py"] = sys.modules.get("mpi4py"), None
+dist.init_process_group("gloo")
+inspect.getmembers(dgc.Compression)
+sys.setswitchinterval(1000)  # a thread of Gloo's that waited for the GIL would abort the process at its end
 
-def ask(choice):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            outcome = type(HOROVOD.make_transport(choice)).__name__
-        except Exception as error:
-            outcome = f"{{type(error).__name__}}: {{error}}"
-    return [outcome, [str(warning.message) for warning in caught]]
+def trained(compression, ddp=False):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 5)
+    model = DistributedDataParallel(model) if ddp else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if not ddp:
+        optimizer = dgc.DistributedOptimizer(optimizer, compression=compression)
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(8, 20)).square().sum().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-report([ask("auto"), ask("auto"), ask("mpi")])
-if launch_rank() in {without}:
-    sys.modules["mpi4py"] = kept
+expected = trained(None, ddp=True)
+for compression in (None, dgc.Compression.none, hvd.Compression.none):
+    assert torch.equal(trained(compression), expected), compression
+for compression in (dgc.Compression.fp16, hvd.Compression.fp16):
+    half = trained(compression)
+    assert not torch.equal(half, expected)
+    torch.testing.assert_close(half, expected, rtol=1e-2, atol=1e-2)
+dist.destroy_process_group()
 """
-
-REVERSED_WORLD = "from mpi4py import MPI\nworld = MPI.COMM_WORLD.Split(0, -MPI.COMM_WORLD.rank)"
-
-FALLBACKS = {
-    "one rank without mpi4py": ("", "", {}, "rank 1: the mpi transport needs mpi4py"),
-    "no threads": ("", "", {"HOROVOD_MPI_THREADS_DISABLE": "1"}, "rank 0: Horovod's MPI has no MPI_THREAD_MULTIPLE"),
-    "another world": (
-        REVERSED_WORLD,
-        "comm=world",
-        {},
-        "rank 0: mpi4py sees rank 1 of 2 where Horovod",
-    ),
-}
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", once(FALLBACKS))  # the reasons by themselves: adapter/test_transport_choice.py
-def test_all_ranks_fall_back_together_with_one_warning(ranks, name):
-    before, init, env, reason = FALLBACKS[name]
-    without = [1] if "mpi4py" in name else []
-    start = ranks.run if without else lambda script, n, env: run_mpi(n, script, env=env)
-    result = start(FALLBACK.format(before=before, init=init, without=without), 2, env=env)
-    warned = []
-    for (first, first_warnings), (second, second_warnings), (by_name, _) in result.values:
-        assert (first, second) == ("HorovodTransport", "HorovodTransport")
-        assert by_name.startswith('TransportError: transport="mpi" cannot be used. ' + reason)
-        assert second_warnings == []
-        warned += first_warnings
-    assert len(warned) == 1
-    assert warned[0].startswith(f"gradients are sent through Horovod's own collectives instead of mpi4py's: {reason}")
+def test_under_torchrun_dense_training_is_ddps_beside_a_horovod_that_is_not_initialised():
+    run_mpi(2, BESIDE_HOROVOD, launcher="torchrun")
 
 
 # -- a rank that does not come: the heartbeat ----------------------------------------------------------------------

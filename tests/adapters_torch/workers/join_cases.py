@@ -1,5 +1,6 @@
 """dgc.torch.join with uneven numbers of batches, on real ranks of Horovod or torch.distributed."""
 
+import contextlib
 import os
 import re
 import warnings
@@ -32,9 +33,11 @@ SGD = {
 rank, size = launch_rank, launch_size
 
 
-def wrap(model, optimizer, **options):
+def wrap(model, optimizer, passes=1, **options):
     compression = close_later(dgc.Compression.dgc(**options))
-    optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    optimizer = dgc.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression=compression, backward_passes_per_step=passes
+    )
     return optimizer, compression
 
 
@@ -164,56 +167,50 @@ def computed_loss(optimizer, model, step):
     return loss
 
 
-@case
-def clipped_and_closure_steps_end_with_identical_replicas():
-    for kind, options in (("clipped", "plain"), ("clipped", "nesterov decay"), ("closure", "plain")):
-        model, options = make_model(), SGD[options]
-        optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **options), **EXACT)
-        for step in range(batches(5) + 3):
-            if step == batches(5):
-                dgc.join(compression)
-                assert_identical(model)
-            step += max(0, batches(5, size() - 2) - batches(5)) * (step >= batches(5))
-            if kind == "closure":
-                optimizer.step(partial(computed_loss, optimizer, model, step))
-                continue
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        assert_identical(model)
-        if options is SGD["plain"]:  # else the results hold momentum
-            assert_close(model, reference(5, options, more=3, clip=0.1 if kind == "clipped" else None))
-        compression.close()
+@case(kind=("clipped", "closure"), sgd=SGD)
+def clipped_and_closure_steps_end_with_identical_replicas(kind, sgd):
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), **SGD[sgd]), **EXACT)
+    for step in range(batches(5) + 3):
+        if step == batches(5):
+            dgc.join(compression)
+            assert_identical(model)
+        step += max(0, batches(5, size() - 2) - batches(5)) * (step >= batches(5))
+        if kind == "closure":
+            optimizer.step(partial(computed_loss, optimizer, model, step))
+            continue
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert_identical(model)
+    if sgd == "plain":  # else the results hold momentum
+        assert_close(model, reference(5, SGD[sgd], more=3, clip=0.1 if kind == "clipped" else None))
 
 
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-@case
-def adam_has_the_same_state_everywhere():
-    for explicit in (False, True):
-        model = make_model()
-        optimizer, compression = wrap(model, adam(model), sparsity=0.9, error_feedback="classic")
-        for step in range(0 if rank() == 0 else 7):  # rank 0 has no batch at all
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            if explicit:
-                optimizer.synchronize()
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            else:
-                optimizer.step()
-        assert dgc.join(compression) == size() - 1
-        state = [optimizer.state[p][k] for p in model.parameters() for k in ("step", "exp_avg", "exp_avg_sq")]
-        assert len({b"".join(v.numpy().tobytes() for v in each) for each in gathered_objects(state)}) == 1
-        assert state[0] == 7
-        train(optimizer, model, 5, start=20)
-        assert_identical(model)
-        compression.close()
+@case(synchronizes=(False, True))
+def adam_has_the_same_state_everywhere(synchronizes):
+    model = make_model()
+    optimizer, compression = wrap(model, adam(model), sparsity=0.9, error_feedback="classic")
+    for step in range(0 if rank() == 0 else 7):  # rank 0 has no batch at all
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if synchronizes:
+            optimizer.synchronize()
+        with optimizer.skip_synchronize() if synchronizes else contextlib.nullcontext():
+            optimizer.step()
+    assert dgc.join(compression) == size() - 1
+    state = [optimizer.state[p][k] for p in model.parameters() for k in ("step", "exp_avg", "exp_avg_sq")]
+    assert_replicas_identical(state)
+    assert state[0] == 7
+    train(optimizer, model, 5, start=20)
+    assert_identical(model)
 
 
 @case
@@ -250,7 +247,6 @@ def a_state_on_another_ranks_gpu_comes_to_this_ranks_device():
         assert dgc.join(compression) == size() - 1
         assert_identical(model)
         assert_replicas_identical([optimizer.state[p]["exp_avg_sq"] for p in model.parameters()])
-        compression.close()
     finally:
         registry[:] = [entry for entry in registry if entry[0] != 0]
 
@@ -269,22 +265,15 @@ def nothing_changes_where_all_join_together():
             after = compression.state_dict(own=True)
             assert after["step"] == before["step"] == 4 * (epoch + 1)
             assert torch.equal(flat(model), parameters)
-            for name, entry in before["parameters"].items():
-                for key, value in entry.items():
-                    torch.testing.assert_close(after["parameters"][name][key], value, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(after["parameters"], before["parameters"], rtol=0, atol=0, equal_nan=True)
     assert_identical(model)
 
 
 @case
 def an_accumulation_that_did_not_end_is_dropped():
     model = make_model()
-    compression = close_later(dgc.Compression.dgc(**EXACT))
-    optimizer = dgc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), **SGD["nesterov decay"]),
-        model.named_parameters(),
-        compression=compression,
-        backward_passes_per_step=2,
-    )
+    plain = torch.optim.SGD(model.parameters(), **SGD["nesterov decay"])
+    optimizer, compression = wrap(model, plain, passes=2, **EXACT)
     for step in range(batches(5)):
         for _ in range(2):
             (loss_of(model, step) / 2).backward()
@@ -297,21 +286,17 @@ def an_accumulation_that_did_not_end_is_dropped():
 
 @case
 def mistakes_are_errors_on_every_rank():
-    def attempt(act, error, match, **options):
-        model = make_model()
-        optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9, **options)
-        train(optimizer, model, 2)
-        error_on_every_rank(lambda: act(optimizer, compression, model), error, match)
-        compression.close()
-
-    def between(optimizer, compression, model):
-        optimizer.zero_grad()
-        loss_of(model, 0).backward()
-        dgc.join(compression)
-
-    attempt(between, dgc.LayoutError, r"between backward\(\) and step\(\)")
-    attempt(lambda o, c, m: dgc.join(c, divide_by="none"), dgc.ConfigError, "'all', 'training'")
-    attempt(lambda o, c, m: dgc.join(c, ("all", "training")[rank() % 2]), dgc.ConfigError, "different values of divide")
+    model = make_model()
+    optimizer, compression = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.9)
+    train(optimizer, model, 2)
+    error_on_every_rank(lambda: dgc.join(compression, divide_by="none"), dgc.ConfigError, "'all', 'training'")
+    compression.reset()
+    different = ("all", "training")[rank() % 2]
+    error_on_every_rank(lambda: dgc.join(compression, different), dgc.ConfigError, "different values of divide")
+    compression.reset()
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    error_on_every_rank(lambda: dgc.join(compression), dgc.LayoutError, r"between backward\(\) and step\(\)")
 
 
 @case

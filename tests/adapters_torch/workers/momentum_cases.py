@@ -1,12 +1,12 @@
 """On real ranks: DGCMomentum against Paddle's algorithm in NumPy, and against torch's SGD."""
 
 import copy
-import itertools
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 from adapters_torch.workers.tensors import assert_bits_equal, assert_replicas_identical, raises, through_file, twin
+from documented import shown
 from paddle_oracle import PaddleOracle
 from torch import nn
 from worker_tools import case, close_later
@@ -61,45 +61,39 @@ def oracle_of(own, **options):
     return PaddleOracle([p.detach().numpy().copy() for p in own], hvd.size(), **options)
 
 
-def residual(optimizer, name):
-    return optimizer.compression.state_dict(own=True)["parameters"][name]["v"]
-
-
 def differs():
     """0 on all ranks but the last."""
     return int(hvd.rank() == hvd.size() - 1)
 
 
-@case
-def equals_paddle_from_before_the_rampup_to_its_end():
-    kinds = itertools.product((False, True), (None, L1Decay(1e-3), L2Decay(1e-2)), (None, 1.5))
-    for nesterov, regularization, clip in kinds:
-        own = parameters()
-        optimizer = make(
-            own,
-            rampup_begin_step=3,
-            rampup_step=4,
-            sparsity=[0.75, 0.99],
-            use_nesterov=nesterov,
-            regularization=regularization,
-            local_grad_clip_norm=clip,
-            num_trainers=hvd.size() if clip else None,
-        )
-        l1 = [1e-3 if isinstance(regularization, L1Decay) else 0.0] * len(own)
-        l2 = [1e-2 if isinstance(regularization, L2Decay) else 0.0] * len(own)
-        oracle = oracle_of(
-            own, begin=3, rampup_step=4, sparsity=(0.75, 0.99), nesterov=nesterov, clip=clip, l1=l1, l2=l2
-        )
-        for start in range(0, 9, 3):
-            train(optimizer, own, 3, start)
-            oracle_train(oracle, own, 3, start)
-            assert_close(own, oracle)
-        assert_replicas_identical(own)
-        for i in range(2):
-            v = residual(optimizer, f"group0.{i}")
-            np.testing.assert_allclose(v.numpy().ravel(), oracle.v[hvd.rank()][i], atol=2e-5)
-    norm = gradient(parameters()[0], 0, 0, 0).norm().item()
-    assert norm > 1.5 * hvd.size() ** 0.5  # so clipping bites
+DECAYS = {"no decay": (0.0, 0.0), "l1": (1e-3, 0.0), "l2": (0.0, 1e-2)}
+
+
+@case(nesterov=(False, True), decay=DECAYS, clip=(None, 1.5))
+def equals_paddle_from_before_the_rampup_to_its_end(nesterov, decay, clip):
+    own, (l1, l2) = parameters(), DECAYS[decay]
+    optimizer = make(
+        own,
+        rampup_begin_step=3,
+        rampup_step=4,
+        sparsity=[0.75, 0.99],
+        use_nesterov=nesterov,
+        regularization=L1Decay(l1) if l1 else L2Decay(l2) if l2 else None,
+        local_grad_clip_norm=clip,
+        num_trainers=hvd.size() if clip else None,
+    )
+    both = {"nesterov": nesterov, "clip": clip, "l1": [l1] * len(own), "l2": [l2] * len(own)}
+    oracle = oracle_of(own, begin=3, rampup_step=4, sparsity=(0.75, 0.99), **both)
+    for start in range(0, 9, 3):
+        train(optimizer, own, 3, start)
+        oracle_train(oracle, own, 3, start)
+        assert_close(own, oracle)
+    assert_replicas_identical(own)
+    for i in range(2):
+        v = optimizer.compression.state_dict(own=True)["parameters"][f"group0.{i}"]["v"]
+        np.testing.assert_allclose(v.numpy().ravel(), oracle.v[hvd.rank()][i], atol=2e-5)
+    norm = gradient(own[0], 0, 0, 0).norm().item()
+    assert norm > 1.5 * hvd.size() ** 0.5, "clipping does not bite"
 
 
 @case
@@ -143,41 +137,21 @@ def learning_rates_of_groups_and_schedulers():
     assert_close(own, oracles[1])
 
 
-@case
-def resume_continues_bit_for_bit():
-    for nesterov, first in itertools.product((False, True), (2, 5)):
-        options = dict(
-            rampup_begin_step=3,
-            sparsity=[0.9, 0.99],
-            rampup_step=4,
-            use_nesterov=nesterov,
-            regularization=L2Decay(0.01),
-        )
-        own = parameters()
-        optimizer = make(own, **options)
-        train(optimizer, own, first)
-        optimizer.param_groups[0]["lr"] = 0.04
-        optimizer.compression.average(optimizer)
-        resumed_own, state = twin(own), through_file(optimizer.state_dict())
-        resumed = make(resumed_own, **options)
-        resumed.set_dict(state)
-        train(optimizer, own, 5, first)
-        train(resumed, resumed_own, 5, first)
-        assert_bits_equal(resumed_own, own)
-
-
-@case
-def a_loaded_kind_of_decay_is_followed():
+@case(nesterov=(False, True), first=(2, 5), decay=("the same", "another kind"))
+def resume_continues_bit_for_bit(nesterov, first, decay):
+    """A saved kind of decay takes the place of that which was given."""
+    options = dict(rampup_begin_step=3, sparsity=[0.9, 0.99], rampup_step=4, use_nesterov=nesterov)
     own = parameters()
-    optimizer = make(own, regularization=L1Decay(0.05))
-    train(optimizer, own, 2)
+    optimizer = make(own, regularization=L2Decay(0.01), **options)
+    train(optimizer, own, first)
+    optimizer.param_groups[0]["lr"] = 0.04
     optimizer.compression.average(optimizer)
-    other = twin(own)
-    resumed = make(other, regularization=L2Decay(0.05))
-    resumed.set_dict(through_file(optimizer.state_dict()))
-    train(optimizer, own, 3, 2)
-    train(resumed, other, 3, 2)
-    assert_bits_equal(other, own)
+    resumed_own, state = twin(own), through_file(optimizer.state_dict())
+    resumed = make(resumed_own, regularization=L2Decay(0.01) if decay == "the same" else L1Decay(0.05), **options)
+    resumed.set_dict(state)
+    train(optimizer, own, 5, first)
+    train(resumed, resumed_own, 5, first)
+    assert_bits_equal(resumed_own, own)
 
 
 @case
@@ -229,6 +203,23 @@ def minimize_is_a_whole_iteration():
     assert losses[-1] < 0.2 * losses[0], losses
     raises(TypeError, "no_grad_set", lambda: optimizer.minimize(loss, no_grad_set={1}))
     assert_replicas_identical(list(model.parameters()))
+
+
+@case("2ranks")
+def the_lines_of_elsewhere_md_train():
+    (code,) = shown("elsewhere.md", "Paddle's lines in PyTorch")
+    build, iterate = code.replace("num_trainers=4", "num_trainers=2").split("optimizer.minimize")
+    names = {"model": nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 1))}
+    exec(build, names)
+    data = torch.randn(16, 128, generator=torch.Generator().manual_seed(hvd.rank()))
+    for _ in range(3):
+        names["loss"] = names["model"](data).square().mean()
+        exec("optimizer.minimize" + iterate, names)
+        names["optimizer"].compression.average(names["optimizer"])
+        names["optimizer"].state_dict()
+    assert names["optimizer"].compression.stats.steps == 3
+    assert_replicas_identical(list(names["model"].parameters()))
+    names["optimizer"].compression.close()
 
 
 @case

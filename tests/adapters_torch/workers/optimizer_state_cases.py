@@ -1,7 +1,6 @@
 """The optimizer's own state dict, saved and loaded without the compressor's state, on 2 real ranks."""
 
 import copy
-import warnings
 
 import horovod.torch as hvd
 import torch
@@ -12,7 +11,6 @@ from models import (
     broadcast,
     close,
     distribute,
-    each_way,
     flat,
     loss_of,
     make_model,
@@ -23,11 +21,12 @@ from models import (
     wrap,
 )
 from models import sgd as momentum_sgd
-from worker_tools import case
+from worker_tools import case, warned
 
 import dgc.torch as dgc
 
 OWN = dict(momentum=0.9, nesterov=True, weight_decay=0.01)
+LOST = "none into the compressor"
 
 
 def sgd(model, **options):
@@ -70,10 +69,6 @@ def restored_run(way, saved, load, make=sgd, **options):
     return model, optimizer, compression
 
 
-def messages(caught, text):
-    return [str(w.message) for w in caught if text in str(w.message)]
-
-
 @case(way="ab", broadcasts=(False, True))
 def it_holds_the_users_own_options_and_no_empty_entries(way, broadcasts):
     model = make_model()
@@ -93,41 +88,29 @@ def it_holds_the_users_own_options_and_no_empty_entries(way, broadcasts):
     assert plain.param_groups[0]["momentum"] == 0.9
 
 
-@case(way="ab", load=("root after", "root before", "all after", "all before"))
-def it_loads_before_or_after_wrapping_on_one_rank_or_all(way, load):
-    saved = quiet(first_run, way, **EXACT)
+KINDS = {"sgd": (sgd, 1e-5), "adam": (adam, 1e-3), "sgd of a dense run": (sgd, 1e-5)}  # Adam divides by small numbers
+
+
+@case(way="ab", kind=KINDS, load=("root after", "root before", "all after", "all before"))
+def it_loads_before_or_after_wrapping_on_one_rank_or_all(way, kind, load):
+    if (way, kind, load) == ("a", "adam", "root before"):
+        return  # broadcast_optimizer_state() counts a step of an Adam that has no state
+    make, bound = KINDS[kind]
+    first = "dense" if "dense" in kind else way
+    saved = quiet(first_run, first, make, **EXACT)
     weights, state = saved
     if way == "a" and load.endswith("before"):  # Horovod's own optimizer forgets it, in dense training, too
         state = {**state, "state": {}}
-    expected, _, _ = restored_run("dense", (weights, state), "all after")
-    model, optimizer, compression = quiet(restored_run, way, saved, load, **EXACT)
-    assert worst_difference(model, expected) <= 1e-5
-    assert {name: optimizer.param_groups[0][name] for name in OWN} == OWN
+    expected, _, _ = restored_run("dense", (weights, state), "all after", make)
+    model, optimizer, compression = quiet(restored_run, way, saved, load, make, **EXACT)
+    assert worst_difference(model, expected) <= bound
+    own = {name: value for name, value in state["param_groups"][0].items() if name != "params"}
+    assert {name: optimizer.param_groups[0][name] for name in own} == own
     compression.close()
-    saved = quiet(first_run, way, sparsity=0.99)
-    model, _, _ = quiet(restored_run, way, saved, load, sparsity=0.99)
-    assert_replicas_identical(model)
-
-
-@case(way="ab", load=("root after", "all after"))
-def adams_loads_on_one_rank_or_all(way, load):
-    saved = first_run(way, adam, **EXACT)
-    expected, _, _ = restored_run("dense", saved, "all after", adam)
-    model, _, compression = restored_run(way, saved, load, adam, **EXACT)
-    assert worst_difference(model, expected) <= 1e-3
-    compression.close()
-    model, _, compression = restored_run(way, saved, load, adam, sparsity=0.99)
+    saved = quiet(first_run, first, make, sparsity=0.99)
+    model, _, compression = quiet(restored_run, way, saved, load, make, sparsity=0.99)
     compression.average()
     assert_replicas_identical(model)
-
-
-@case(way="ab", load=("root after", "all after"))
-def a_dense_runs_brings_its_momentum(way, load):
-    """Twelve dense steps equal six and six compressed ones, loaded after wrapping."""
-    saved = first_run("dense")
-    expected, _, _ = restored_run("dense", saved, "all after")
-    model, _, _ = restored_run(way, saved, load, **EXACT)
-    assert worst_difference(model, expected) <= 1e-5
 
 
 @case(way="ab", everywhere=(False, True), searches=(False, True))
@@ -148,16 +131,17 @@ def going_back_within_one_process_equals_dense_training(way, everywhere, searche
             for group in optimizer.param_groups:
                 group["lr"] = 0.5
         train(optimizer, model, 4, start=20)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+
+        def go_back(model=model, optimizer=optimizer, saved=saved):
             if everywhere or hvd.rank() == 0:
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
             if not everywhere:
                 broadcast(model, optimizer)
             train(optimizer, model, 4, start=4)
+
         lost = options.get("sparsity") == 0.99 and not searches
-        assert len(messages(caught, "none into the compressor")) == (lost and hvd.rank() == 0)
+        assert warned(go_back, LOST) == (lost and hvd.rank() == 0)
         assert_replicas_identical(model)
         runs.append(model)
         close(compression)
@@ -185,15 +169,15 @@ def nothing_of_the_run_that_was_left_survives(way, everywhere):
     assert compression.describe()["step"] == 6, "the schedule goes on"
 
 
-@case("mpirun", "gloo")
-def loaded_on_one_rank_and_never_broadcast_it_is_an_error():
-    for _, model, optimizer, _ in each_way(sgd, sparsity=0.9):
-        saved = through_file(optimizer.state_dict())
-        train(optimizer, model, 2)
-        if hvd.rank() == 0:
-            optimizer.load_state_dict(saved)
-        again = lambda o=optimizer, m=model: train(o, m, 1)  # noqa: E731
-        quiet(on_every_rank, dgc.ConfigError, "broadcast the optimizer's state", again)
+@case("mpirun", "gloo", way="ab")
+def loaded_on_one_rank_and_never_broadcast_it_is_an_error(way):
+    model = make_model()
+    optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9)
+    saved = through_file(optimizer.state_dict())
+    train(optimizer, model, 2)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(saved)
+    quiet(on_every_rank, dgc.ConfigError, "broadcast the optimizer's state", lambda: train(optimizer, model, 1))
 
 
 @case(way="ab")
@@ -219,8 +203,8 @@ def a_load_before_the_first_step_is_told_only_where_something_is_lost(way, every
         saved = through_file(optimizer.state_dict())
     compression.close()
     optimizer, _ = wrap(way, model, sgd(model), sparsity=0.9)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+
+    def load_and_train():
         if everywhere or hvd.rank() == hvd.size() - 1:
             optimizer.load_state_dict(saved)
             optimizer.load_state_dict(through_file(optimizer.state_dict()))
@@ -228,7 +212,8 @@ def a_load_before_the_first_step_is_told_only_where_something_is_lost(way, every
         if not everywhere:
             hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
         train(optimizer, model, 2)
-    assert len(messages(caught, "none into the compressor")) == (stepped and hvd.rank() == 0)
+
+    assert warned(load_and_train, LOST) == (stepped and hvd.rank() == 0)
 
 
 @case(way="ab")

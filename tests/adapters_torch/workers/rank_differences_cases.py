@@ -2,8 +2,8 @@
 
 import horovod.torch as hvd
 import torch
-from models import make_model, on_every_rank, sgd, train, wrap
-from worker_tools import case
+from models import assert_replicas_identical, loss_of, make_model, on_every_rank, sgd, train, wrap
+from worker_tools import case, close_later
 
 import dgc.torch as dgc
 
@@ -87,6 +87,42 @@ def a_compressor_on_one_rank_alone(without, kind):
     on_every_rank(dgc.ConfigError, match, lambda: dgc.DistributedOptimizer(sgd(make_model()), compression=given))
     model = make_model()
     train(dgc.DistributedOptimizer(sgd(model)), model, 1)
+
+
+@case
+def a_first_gradient_that_belongs_to_no_parameter_of_the_compressor():
+    """The other rank finds it, too, when it has to fill in the gradient that only one has computed."""
+    model, stranger = make_model(), torch.nn.Linear(40, 40)
+    everything = [*model.named_parameters(), *((f"stranger.{n}", p) for n, p in stranger.named_parameters())]
+    compression = close_later(dgc.Compression.dgc(model.named_parameters(), optimizer=sgd(model)))
+    both = torch.optim.SGD([p for _, p in everything], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(both, named_parameters=everything, compression=compression)
+
+    def step():
+        (stranger(torch.randn(4, 40)).sum() if hvd.rank() == 1 else loss_of(model, 0)).backward()
+        optimizer.step()
+
+    match = "^rank [01] failed in step 0: Horovod passed a gradient that belongs to no parameter"
+    on_every_rank(dgc.LayoutError, match, step)
+
+
+@case
+def sparse_gradients_of_a_rank_whose_refused_one_is_the_first_of_its_step():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 50))
+    optimizer, compression = wrap("b", model, sgd(model, momentum=0.0), sparsity=0.9)
+
+    def step(embeds):
+        optimizer.zero_grad()
+        model[1](model[0](torch.tensor([1, 2, 3])) if embeds else torch.ones(3, 8)).square().sum().backward()
+        optimizer.step()
+
+    step(embeds=False)
+    match = "^rank 1 failed in step 1: '0.weight' has sparse gradients"
+    on_every_rank(dgc.ConfigError, match, lambda: step(embeds=hvd.rank() == 1))
+    compression.reset()
+    step(embeds=False)
+    assert_replicas_identical(model)
 
 
 @case(way="ab")

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -18,14 +17,13 @@ from adapters_torch.torchrun_tools import (
     make_model,
     on_every_rank,
 )
-from adapters_torch.workers.ddp_tools import Run, adamw, sgd
+from adapters_torch.workers.ddp_tools import Run, adamw, sgd, train
 from adapters_torch.workers.tensors import raises
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from worker_tools import case, close_later
+from worker_tools import case, close_later, warned
 
 import dgc.torch as dgc
-from dgc.adapter.checks import warn_once
 
 AHEAD = {"error_feedback": "step-ahead"}
 EXACT = {**AHEAD, "sparsity": 0.0, "values": "float32", "small": "float32"}
@@ -50,12 +48,16 @@ DAMAGED = {
 }
 
 
+def wrapped(make_optimizer, model, **options):
+    compression = close_later(dgc.Compression.dgc(**options))
+    return dgc.DistributedOptimizer(make_optimizer(model), model.named_parameters(), compression=compression)
+
+
 def shared(run):
     return run.compression.engine.ahead.shared
 
 
 def assert_shared(run):
-    """The shared values are the same on all ranks, bit for bit."""
     assert len(set(gathered(digest(shared(run))))) == 1
 
 
@@ -72,15 +74,6 @@ def shared_values_are_the_same_on_all_ranks_with_every_optimizer(front, late, ki
     assert all(torch.isfinite(theta).all() for theta in shared(run))
     run.compression.average()
     assert_identical(run.module)
-    assert_shared(run)
-
-
-@case
-def ranks_compute_with_what_they_have_not_sent():
-    run = Run("dgc", sgd, **SPARSE).train(range(4))
-    assert len(set(gathered(digest(run.module)))) == 2
-    for p, theta in zip(run.module.parameters(), shared(run), strict=True):
-        assert (p.detach().flatten() - theta).abs().max() < 1.0
     assert_shared(run)
 
 
@@ -160,59 +153,36 @@ def a_reset_in_the_middle_begins_again_with_equal_ranks(late):
 # -- habits ------------------------------------------------------------------------------------------------------------
 
 
-def trained(front, habit, options):
+def trained(front, habit, **options):
     """Train as a script does that has this habit; return the model."""
-    if front == "dense":
-        model = make_model()
-        optimizer = sgd(model)
-    else:
-        run = Run(front, sgd, **options)
-        model, optimizer = run.model, run.optimizer
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    run = Run(front, sgd, **options)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 12)
     for step in range(12):
-        optimizer.zero_grad(set_to_none=habit != "zeros")
-        if habit == "accumulation":
-            loss_of(model, 100 + step).backward()
         if habit == "closure":
-
-            def closure(step=step):
-                optimizer.zero_grad()
-                loss = loss_of(model, step)
-                loss.backward()
-                if front == "dense":
-                    _average(model)
-                return loss
-
-            optimizer.step(closure)
+            run.optimizer.step(lambda step=step: run.backward(step))
             continue
-        loss_of(model, step).backward()
-        if front == "dense":
-            _average(model)
-        if habit == "horovod" and front != "dense":
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
+        run.optimizer.zero_grad(set_to_none=habit != "zeros")
+        if habit == "accumulation":
+            loss_of(run.model, 100 + step).backward()
+        loss_of(run.model, step).backward()
+        if habit == "horovod" and front == "dgc":
+            run.optimizer.synchronize()
+            with run.optimizer.skip_synchronize():
+                run.optimizer.step()
         else:
-            optimizer.step()
+            run.optimizer.step()
         if habit == "scheduler":
             scheduler.step()
-    return model
+        if habit == "clamped":  # torch does not count a change of .data as a new version of the tensor
+            for p in run.module.parameters():
+                p.data.clamp_(-0.1, 0.1)
+    return run.module
 
 
-def _average(model):
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= dist.get_world_size()
-
-
-HABITS = {"zeros": 1, "accumulation": 2, "closure": 1, "horovod": 1, "scheduler": 1}
-
-
-@case(habit=HABITS)
+@case(habit=("zeros", "accumulation", "closure", "horovod", "scheduler", "clamped"))
 def habits_equal_dense_training_at_sparsity_0(habit):
-    """The dense run averages gradients by hand, in the same loop."""
-    model, expected = trained("dgc", habit, EXACT), trained("dense", habit, {})
-    assert_close(model, expected)
+    model = trained("dgc", habit, **EXACT)
+    assert_close(model, trained("dense", habit))
     assert_identical(model)
 
 
@@ -235,29 +205,34 @@ def gradients_are_those_of_the_own_rank(front):
     assert_shared(run)
 
 
-def overflow_on_rank_1(run):
-    """Train with a GradScaler; only rank 1 skips a step, and lowers its scale."""
+def overflow_on_rank_1(run, at=3):
+    """Train with a GradScaler; only rank 1 skips a step, and lowers its scale. The script unscales every second one."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
     for step in range(6):
         run.optimizer.zero_grad()
         scaler.scale(loss_of(run.model, step)).backward()
-        if step == 3 and dist.get_rank() == 1:
+        if step == at and dist.get_rank() == 1:
             next(run.module.parameters()).grad[0] = torch.inf
         if step % 2:
             scaler.unscale_(run.optimizer)
         scaler.step(run.optimizer)
+        scale = scaler.get_scale()
         scaler.update()
+        if scaler.get_scale() >= scale:  # as PyTorch's forum advises; only one rank leaves the scheduler out
+            scheduler.step()
     assert gathered(scaler.get_scale()) == [2.0**10, 2.0**9]
     assert all(torch.isfinite(p).all() for p in run.module.parameters())
     assert_shared(run)
     run.compression.average(run.optimizer)
     assert_identical(run.module)
+    assert_identical([run.optimizer.state[p]["step"] for p in run.module.parameters()])
 
 
-@case(front=FRONTS)
-def a_gradient_that_overflows_on_one_rank_is_skipped_there(front):
+@case(front=FRONTS, fused=(False, True), at=(2, 3))
+def a_gradient_that_overflows_on_one_rank_is_skipped_there(front, fused, at):
     """The other rank's update is applied on both, and no rank waits."""
-    overflow_on_rank_1(Run(front, adamw, **SPARSE))
+    overflow_on_rank_1(Run(front, lambda model: adamw(model, fused=fused), **SPARSE), at)
 
 
 @case(front=FRONTS)
@@ -288,6 +263,14 @@ def an_adaptive_optimizer_after_sgd_is_refused(front):
         assert_identical(run.module)
 
 
+def train_scaled(run, scaler, steps):
+    for step in steps:
+        run.optimizer.zero_grad()
+        scaler.scale(loss_of(run.model, step)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+
+
 @case(front=FRONTS)
 def two_optimizers_may_step_in_turn_under_a_scaler(front):
     """Each sees unscaled gradients, and none keeps a mark after close()."""
@@ -298,10 +281,7 @@ def two_optimizers_may_step_in_turn_under_a_scaler(front):
         optimizer.register_step_pre_hook(lambda *_: norms.append(nn.utils.get_total_norm([p.grad for p in params])))
     params = list(run.module.parameters())
     for step, run.optimizer in enumerate([first, second] * 3):
-        run.optimizer.zero_grad()
-        scaler.scale(loss_of(run.model, step)).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
+        train_scaled(run, scaler, [step])
     assert len(norms) == 6
     assert max(norms) < 20 * min(norms)
     run.compression.close()
@@ -320,16 +300,10 @@ def a_second_compressor_of_the_same_parameters_is_refused(ahead):
 
 @case(front=FRONTS)
 def a_scaled_loss_changes_nothing(front):
-    """A GradScaler's scale is divided out before the optimizer's step."""
     models = []
     for scaled in (False, True):
         run = Run(front, adamw, **SPARSE)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-        for step in range(6):
-            run.optimizer.zero_grad()
-            scaler.scale(loss_of(run.model, step)).backward()
-            scaler.step(run.optimizer)
-            scaler.update()
+        train_scaled(run, torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled), range(6))
         models.append(run.module)
     assert_close(*models)
 
@@ -372,51 +346,6 @@ def a_learning_rate_that_differs_later_is_an_error_that_names_it(late):
     raises(dgc.errors.ConfigError, "'lr of group 0' is 0.1 on rank 0" if not late else "disagree", step)
 
 
-@case(fused=(False, True))
-def a_gradient_that_overflows_contributes_nothing_also_with_a_fused_optimizer(fused):
-    run = Run("dgc", lambda model: adamw(model, fused=fused), **SPARSE)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
-    for step in range(6):
-        run.optimizer.zero_grad()
-        scaler.scale(loss_of(run.model, step)).backward()
-        if step == 2 and dist.get_rank() == 1:
-            next(run.module.parameters()).grad[0] = torch.inf
-        scaler.step(run.optimizer)
-        scale = scaler.get_scale()
-        scaler.update()
-        if scaler.get_scale() >= scale:  # as PyTorch's forum advises; only one rank leaves the scheduler out
-            scheduler.step()
-    assert all(torch.isfinite(p).all() for p in run.module.parameters())
-    assert_shared(run)
-    run.compression.average(run.optimizer)
-    assert_identical(run.module)
-    assert len(set(gathered(digest([run.optimizer.state[p]["step"] for p in run.module.parameters()])))) == 1
-
-
-@case
-def an_optimizer_that_is_wrapped_again_is_still_unscaled():
-    models = []
-    for scaled in (False, True):
-        module = make_model()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
-        for turn in range(2):
-            compression = close_later(dgc.Compression.dgc(**SPARSE))
-            model = nn.parallel.DistributedDataParallel(module)
-            dgc.ddp.register(model, optimizer, compression)
-            for step in range(3):
-                optimizer.zero_grad()
-                scaler.scale(loss_of(model, 3 * turn + step)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            compression.average(optimizer)
-            compression.close()
-            assert not optimizer._step_supports_amp_scaling
-        models.append(module)
-    assert_close(*models)
-
-
 @case
 def a_layer_that_is_frozen_later_keeps_its_values():
     """Although the optimizer's other parameters decay."""
@@ -433,22 +362,8 @@ def a_layer_that_is_frozen_later_keeps_its_values():
 
 @case
 def two_optimizers_of_one_ddp_model_are_an_error():
-    module = make_model()
-    model = nn.parallel.DistributedDataParallel(module)
-    parameters = list(module.parameters())
-    body, compression = torch.optim.AdamW(parameters[:-2]), close_later(dgc.Compression.dgc(**SPARSE))
-    dgc.ddp.register(model, body, compression)
-    raises(dgc.errors.LayoutError, "one optimizer that owns all trained parameters", loss_of(model, 0).backward)
-
-
-@case
-def parameters_are_exchanged_by_one_compressor():
-    run = Run("dgc", adamw, **SPARSE)
-    other = close_later(dgc.Compression.dgc(**SPARSE))
-    again = torch.optim.AdamW(run.module.parameters())
-    named = run.module.named_parameters()
-    wrap = lambda: dgc.DistributedOptimizer(again, named, compression=other)  # noqa: E731
-    raises(dgc.errors.ConfigError, "exchanged already", wrap)
+    run = Run("hook", lambda model: torch.optim.AdamW(list(model.parameters())[:-2]), **SPARSE)
+    raises(dgc.errors.LayoutError, "one optimizer that owns all trained parameters", lambda: run.backward(0))
 
 
 @case(late=(False, True))
@@ -504,15 +419,13 @@ def a_rank_without_memory_for_the_others_optimizer_state_tells_them():
 def an_embedding_with_sparse_gradients_is_trained():
     torch.manual_seed(0)
     model = nn.Embedding(200, 16, sparse=True)
-    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
-    compression = close_later(dgc.Compression.dgc(**SPARSE))
-    dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    optimizer = wrapped(lambda model: torch.optim.SparseAdam(model.parameters(), lr=0.01), model, **SPARSE)
     before = model.weight.detach().clone()
     for step in range(4):
         optimizer.zero_grad()
         model(torch.arange(4) + 40 * step + 10 * dist.get_rank()).square().sum().backward()
         optimizer.step()
-    compression.average()
+    optimizer.compression.average()
     assert int((model.weight != before).any(1).sum()) == 32
     assert_identical(model)
 
@@ -520,16 +433,13 @@ def an_embedding_with_sparse_gradients_is_trained():
 @case(dtype=("bfloat16", "float64"))
 def parameters_of_other_types_are_trained(dtype):
     model = make_model().to(getattr(torch, dtype))
-    optimizer = sgd(model)
-    compression = close_later(dgc.Compression.dgc(**SPARSE))
-    dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
+    optimizer = wrapped(sgd, model, **SPARSE)
     for _ in range(4):
         optimizer.zero_grad()
-        x = torch.ones(2, next(model.parameters()).shape[1], dtype=getattr(torch, dtype))
-        model(x).sum().backward()
+        model(torch.ones(2, 20, dtype=getattr(torch, dtype))).sum().backward()
         optimizer.step()
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    compression.average()
+    optimizer.compression.average()
     assert_identical(model.double())
 
 
@@ -552,7 +462,7 @@ def ranks_join_before_the_last_of_the_steps(late):
 
 @case
 def an_average_gives_all_ranks_the_states_that_only_some_have():
-    """As of a branch that only one rank used; and one-element parameters have a state, too."""
+    """As of a branch that only one rank used."""
     run = Run("dgc", adamw, **SPARSE)
     run.backward(0)
     last = list(run.module.parameters())[-1]
@@ -563,7 +473,7 @@ def an_average_gives_all_ranks_the_states_that_only_some_have():
     run.compression.average(run.optimizer)
     assert_identical(run.module)
     states = [run.optimizer.state[p] for p in run.module.parameters()]
-    assert len(set(gathered(digest([state[key] for state in states for key in sorted(state)])))) == 1
+    assert_identical([state[key] for state in states for key in sorted(state)])
     assert run.optimizer.state[last]["step"] == 1
     if dist.get_rank() == 0:
         torch.testing.assert_close(run.optimizer.state[last]["exp_avg"], own, rtol=0, atol=0)
@@ -594,10 +504,7 @@ class Counting(torch.optim.Optimizer):
 def an_average_makes_states_of_each_parameters_type():
     model = make_model().to(torch.bfloat16)
     model[0].float()
-    compression = close_later(dgc.Compression.dgc(**SPARSE))
-    optimizer = dgc.DistributedOptimizer(
-        Counting(model.parameters()), model.named_parameters(), compression=compression
-    )
+    optimizer = wrapped(lambda model: Counting(model.parameters()), model, **SPARSE)
     parameters = list(model.parameters())
     for step in range(3):
         for i, p in enumerate(parameters):
@@ -607,37 +514,27 @@ def an_average_makes_states_of_each_parameters_type():
             if dist.get_rank() and i == 2:
                 p.grad = None
         optimizer.step()
-    compression.average(optimizer)
+    optimizer.compression.average(optimizer)
     states = [optimizer.state[p] for p in parameters]
     assert all(state["mean"].dtype == p.dtype for state, p in zip(states, parameters, strict=True))
     assert [state["step"] for state in states] == [3] * len(states)
-    assert len(set(gathered(digest([state["mean"].float() for state in states])))) == 1
+    assert_identical([state["mean"].float() for state in states])
     for p in parameters:
         p.grad = torch.full_like(p, 0.1)
     optimizer.step()
-    compression.average()
-    assert len(set(gathered(digest([p.float() for p in parameters])))) == 1
+    optimizer.compression.average()
+    assert_identical([p.float() for p in parameters])
 
 
 @case
 def a_parameter_of_one_element_has_an_averaged_state():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.scale = make_model(), nn.Parameter(torch.ones(()))
-
-        def forward(self, x):
-            return self.inner(x) * self.scale
-
-    model = Scaled()
-    compression = close_later(dgc.Compression.dgc(**SPARSE))
-    optimizer = dgc.DistributedOptimizer(adamw(model), model.named_parameters(), compression=compression)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-    compression.average(optimizer)
-    assert len(set(gathered(digest([optimizer.state[model.scale]["exp_avg"], model.scale])))) == 1
+    model = make_model()
+    model.scale = nn.Parameter(torch.ones(()))
+    model.register_forward_hook(lambda model, inputs, output: output * model.scale)
+    optimizer = wrapped(adamw, model, **SPARSE)
+    train(model, optimizer, 3)
+    optimizer.compression.average(optimizer)
+    assert_identical([optimizer.state[model.scale]["exp_avg"], model.scale])
 
 
 @case(late=(False, True))
@@ -651,53 +548,16 @@ def the_last_of_the_steps_averages(late):
 # -- what is loaded ----------------------------------------------------------------------------------------------------
 
 
-@case(front=FRONTS)
-def a_model_that_all_ranks_load_is_trained_on(front):
-    run = Run(front, sgd, **SPARSE).train(range(4))
-    run.module.load_state_dict(make_model(9).state_dict())
-    run.train(range(4, 5))
-    assert_identical(run.module)
-    assert_shared(run)
-    for p, q in zip(run.module.parameters(), make_model(9).parameters(), strict=True):
-        assert (p - q).abs().max() < 0.5
-
-
 @case(late=(False, True))
 def a_model_that_one_rank_loads_is_averaged_with_a_warning(late):
-    warn_once.cache_clear()
     run = Run("dgc", sgd, late=late, **SPARSE).train(range(4))
     if dist.get_rank() == 1:
         run.module.load_state_dict(make_model(9).state_dict())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.train(range(4, 6))
-    told = [str(w.message) for w in caught if "the parameters of rank 1 were changed" in str(w.message)]
-    assert len(told) == (dist.get_rank() == 0)
+    told = warned(lambda: run.train(range(4, 6)), "the parameters of rank 1 were changed")
+    assert told == (dist.get_rank() == 0)
     assert_shared(run)
     run.compression.average()
     assert_identical(run.module)
-
-
-@case
-def weights_that_are_clamped_after_each_step_equal_dense_training():
-    """By ``.data``, as a GAN's critic: torch does not count such a change as a new version of the tensor."""
-    models = []
-    for front in ("dgc", "dense"):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if front == "dgc":
-            compression = close_later(dgc.Compression.dgc(**EXACT))
-            optimizer = dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-        for step in range(8):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            if front == "dense":
-                _average(model)
-            optimizer.step()
-            for p in model.parameters():
-                p.data.clamp_(-0.1, 0.1)
-        models.append(model)
-    assert_close(*models)
 
 
 @case
@@ -722,13 +582,6 @@ def an_average_keeps_weights_that_were_loaded_before_it(late):
     assert_identical(run.module)
     for p, q in zip(run.module.parameters(), other.parameters(), strict=True):
         assert (p - q).abs().max() < (0.02 if late else 1e-6)  # late: what was under way is applied as well
-
-
-@case
-def models_that_were_not_broadcast_are_an_error():
-    run = Run("dgc", sgd, seed=dist.get_rank(), **SPARSE)
-    run.backward(0)
-    raises(dgc.errors.ConfigError, "broadcast_parameters", run.optimizer.step)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -761,31 +614,21 @@ def a_state_of_ranks_that_differ_is_not_saved(late):
     assert run.compression.state_dict()["step"] == 6
 
 
-@case(how=("reset", "empty"), late=(False, True))
-def loaded_parameters_survive_a_reset(how, late):
+@case(how=("reset", "state of a new compressor", "state of one process"), layers=(1, 5), late=(False, True))
+def layers_that_all_ranks_load_survive_a_reset(how, layers, late):
     run = Run("dgc", adamw, late=late, **SPARSE)
-    first, empty = make_model(9).state_dict(), run.compression.state_dict()
+    empty = run.compression.state_dict() if "new" in how else {"inactive": True}
     run.train(range(4))
-    run.module.load_state_dict(first)
+    run.module[:layers].load_state_dict(make_model(9)[:layers].state_dict())
     if how == "reset":
         run.compression.reset()
     else:
         run.compression.load_state_dict(empty)
-    assert digest(run.module) == digest(make_model(9))
+    assert digest(run.module[:layers]) == digest(make_model(9)[:layers])
+    assert_identical(run.module)
     assert run.compression.state_dict()["step"] == 0, "the ranks are equal"
     run.train(range(4))
-    run.compression.reset()  # without a load all ranks go on from the shared values
-    assert_identical(run.module)
-
-
-@case(late=(False, True))
-def a_layer_that_all_ranks_load_survives_a_reset(late):
-    run = Run("dgc", adamw, late=late, **SPARSE).train(range(4))
-    run.module[0].load_state_dict(make_model(9)[0].state_dict())
-    run.compression.reset()
-    assert digest(run.module[0]) == digest(make_model(9)[0])
-    assert_identical(run.module)
-    run.train(range(4))
+    assert_shared(run)
 
 
 @case(late=(False, True))
@@ -805,43 +648,31 @@ def a_reset_after_nan_leaves_finite_and_equal_parameters(late):
 def a_checkpoint_of_bfloat16_resumes_bit_for_bit():
     def make(seed):
         model = make_model(seed).to(torch.bfloat16)
-        compression = close_later(dgc.Compression.dgc(**SPARSE))
-        return model, compression, dgc.DistributedOptimizer(adamw(model), model.named_parameters(), compression)
+        optimizer = wrapped(adamw, model, **SPARSE)
+        return model, optimizer, optimizer.compression
 
-    def train(model, optimizer, steps):
+    def train(model, optimizer, _, steps):
         for step in steps:
             for i, p in enumerate(model.parameters()):
                 p.grad = torch.full_like(p, 0.01 * (i + 1) * (step + 1) * (1 + dist.get_rank()))
             optimizer.step()
 
-    model, compression, optimizer = make(0)
-    train(model, optimizer, range(4))
-    compression.average(optimizer)
-    saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, compression)])
-    train(model, optimizer, range(4, 8))
-    resumed = make(0)
-    for each, state in zip((resumed[0], resumed[2], resumed[1]), saved, strict=True):
-        each.load_state_dict(state)
-    train(resumed[0], resumed[2], range(4, 8))
-    assert [p.tolist() for p in model.parameters()] == [p.tolist() for p in resumed[0].parameters()]
+    straight, resumed = make(0), make(1)
+    train(*straight, range(4))
+    straight[2].average(straight[1])
+    for each, other in zip(straight, resumed, strict=True):
+        other.load_state_dict(copy.deepcopy(each.state_dict()))
+    for each in (straight, resumed):
+        train(*each, range(4, 8))
+    assert [p.tolist() for p in straight[0].parameters()] == [p.tolist() for p in resumed[0].parameters()]
 
 
 @case
 def ranks_that_differ_are_an_error_in_each_step():
-    run = Run("dgc", adamw, **SPARSE)
-    if dist.get_rank():
-        run.module.load_state_dict(make_model(9).state_dict())
+    run = Run("dgc", adamw, seed=dist.get_rank(), **SPARSE)
     for step in range(2):
         run.backward(step)
-        on_every_rank(dgc.ConfigError, "do not train the same model", run.optimizer.step)
-
-
-@case
-def a_state_of_one_process_is_loaded_as_an_empty_one():
-    run = Run("dgc", adamw, **SPARSE)
-    run.compression.load_state_dict({"inactive": True})
-    run.train(range(2))
-    assert_shared(run)
+        on_every_rank(dgc.ConfigError, "do not train the same model.*broadcast_parameters", run.optimizer.step)
 
 
 @case
@@ -858,13 +689,8 @@ def a_state_of_classic_error_feedback_is_refused():
 @case(name=("topk", "onebit", "strom"))
 def other_compressors_step_ahead(name):
     model = make_model()
-    optimizer = sgd(model)
     compression = close_later(getattr(dgc.Compression, name)(**AHEAD))
-    dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    train(model, dgc.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression), 6)
     compression.average()
     assert_identical(model)
 
@@ -882,30 +708,30 @@ def ddps_join_lets_ranks_end_early():
 
 @case
 def a_sharded_optimizer_is_refused():
-    model = make_model()
-    optimizer = dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    compression = close_later(dgc.Compression.dgc(**SPARSE))
-    raises(
-        dgc.errors.ConfigError,
-        "only a share",
-        lambda: dgc.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression),
-    )
+    def sharded(model):
+        return dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+    raises(dgc.errors.ConfigError, "only a share", lambda: Run("dgc", sharded, **SPARSE))
 
 
-@case(front=FRONTS, late=(False, True), small=(False, True))
-def an_average_on_one_rank_alone_is_an_error_on_all(front, late, small):
-    """As in a script that saves in ``if rank == 0``. With ``small`` the first bucket has no sparsified tensors."""
-    run = Run(front, adamw, late=late, **({**SPARSE, "min_numel": 10**9} if small else SPARSE)).train(range(3))
-    steps = (3, 4) if late else (3,)  # a late step ends in the next one
-    average, train = lambda: run.compression.average(run.optimizer), lambda: run.train(steps)
-    action = train if dist.get_rank() else average
-    raises(dgc.errors.ConfigError, r"rank 0 failed in step 3: it calls average\(optimizer\)", action)
+SMALL = {**SPARSE, "min_numel": 10**9}  # the first bucket has no sparsified tensors
+ALONE = {
+    "sgd": (sgd, SPARSE),
+    "sgd, classic": (sgd, {"sparsity": 0.95, "error_feedback": "classic"}),
+    "adamw": (adamw, SPARSE),
+    "adamw, late": (adamw, {**SPARSE, "late": True}),
+    "adamw, small": (adamw, SMALL),
+    "adamw, small, late": (adamw, {**SMALL, "late": True}),
+}
 
 
-@case(front=FRONTS)
-def an_average_on_one_rank_alone_is_an_error_with_classic_error_feedback_too(front):
-    run = Run(front, sgd, sparsity=0.95, error_feedback="classic").train(range(3))
-    action = (lambda: run.train([3])) if dist.get_rank() else lambda: run.compression.average(run.optimizer)
+@case(front=FRONTS, kind=ALONE)
+def an_average_on_one_rank_alone_is_an_error_on_all(front, kind):
+    """As in a script that saves in ``if rank == 0``."""
+    make_optimizer, options = ALONE[kind]
+    run = Run(front, make_optimizer, **options).train(range(3))
+    steps = (3, 4) if "late" in options else (3,)  # a late step ends in the next one
+    action = (lambda: run.train(steps)) if dist.get_rank() else lambda: run.compression.average(run.optimizer)
     raises(dgc.errors.ConfigError, r"rank 0 failed in step 3: it calls average\(optimizer\)", action)
 
 

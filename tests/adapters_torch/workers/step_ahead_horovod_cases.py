@@ -2,34 +2,20 @@
 
 import horovod.torch as hvd
 import torch
-from models import (
-    assert_replicas_identical,
-    dense_reference,
-    loss_of,
-    make_model,
-    sgd,
-    train,
-    worst_difference,
-    wrap,
-)
+from models import assert_replicas_identical, dense_reference, loss_of, make_model, sgd, train, worst_difference, wrap
 from torch import nn
 from worker_tools import case
 
 AHEAD = {"error_feedback": "step-ahead"}
 EXACT = {**AHEAD, "sparsity": 0.0, "values": "float32", "small": "float32"}
 SPARSE = {**AHEAD, "sparsity": 0.95}
-OPTIONS = {"momentum": 0.9, "weight_decay": 0.01}
-
-
-def momentum_sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, **OPTIONS)
 
 
 @case(way="ab")
 def sgd_at_sparsity_0_equals_dense_training(way):
     model = make_model()
-    expected = dense_reference(model, 12, **OPTIONS)
-    optimizer, _ = wrap(way, model, momentum_sgd(model), **EXACT)
+    expected = dense_reference(model, 12, momentum=0.9, weight_decay=0.01)
+    optimizer, _ = wrap(way, model, sgd(model, weight_decay=0.01), **EXACT)
     train(optimizer, model, 12)
     assert worst_difference(model, expected) <= 1e-5
     assert_replicas_identical(model)
@@ -39,7 +25,7 @@ def sgd_at_sparsity_0_equals_dense_training(way):
 def horovods_recipe_for_clipping_clips_the_gradient(way):
     """Momentum stays in the optimizer, so the clipped norm is that of the rank's gradient in every step."""
     model = make_model()
-    optimizer, compression = wrap(way, model, momentum_sgd(model), **SPARSE)
+    optimizer, compression = wrap(way, model, sgd(model, weight_decay=0.01), **SPARSE)
     for step in range(6):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -59,7 +45,7 @@ def horovods_recipe_for_clipping_clips_the_gradient(way):
 @case(way="ab")
 def a_gradient_that_overflows_on_one_rank_makes_no_rank_wait(way):
     model = make_model()
-    optimizer, compression = wrap(way, model, momentum_sgd(model), **SPARSE)
+    optimizer, compression = wrap(way, model, sgd(model), **SPARSE)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(6):
         optimizer.zero_grad()
@@ -80,11 +66,11 @@ def a_gradient_that_overflows_on_one_rank_makes_no_rank_wait(way):
 def rank_0_loads_and_broadcasts(way):
     """Horovod's documented resume: the other ranks step an optimizer without state before they receive the state."""
     before = make_model()
-    plain = momentum_sgd(before)
+    plain = sgd(before, weight_decay=0.01)
     loss_of(before, 0, rank=0).backward()
     plain.step()
     model = make_model(1 + hvd.rank())
-    optimizer = momentum_sgd(model)
+    optimizer = sgd(model, weight_decay=0.01)
     if hvd.rank() == 0:
         model.load_state_dict(before.state_dict())
         optimizer.load_state_dict(plain.state_dict())

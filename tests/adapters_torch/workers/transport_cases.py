@@ -6,6 +6,7 @@ import warnings
 
 import horovod.torch as hvd
 import numpy as np
+import pytest
 import torch
 from transport_contract import Carrier
 from worker_tools import case
@@ -91,7 +92,7 @@ def auto_is_mpi_on_mpi_and_horovod_on_gloo_and_never_warns():
     transport.close()
 
 
-@case
+@case("mpirun", "gloo")
 def mpi_by_name():
     if ON_MPI:
         transport = make_transport("mpi")
@@ -106,9 +107,19 @@ def mpi_by_name():
     assert "mpi4py.MPI" not in sys.modules
 
 
-@case
-def horovod_by_name():
-    assert type(make_transport("horovod")) is HorovodTransport
+@case("mpirun")
+def where_one_rank_lacks_mpi4py_all_fall_back_together_with_one_warning():
+    reason = "rank 1: the mpi transport needs mpi4py"
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if RANK == 1:
+            patch.setitem(sys.modules, "mpi4py", None)
+        for _ in range(2):
+            assert type(make_transport("auto")) is HorovodTransport
+        message = raised_by(make_transport, "mpi")
+    assert message.startswith(f'TransportError: transport="mpi" cannot be used. {reason}'), message
+    told = f"gradients are sent through Horovod's own collectives instead of mpi4py's: {reason}"
+    assert [str(w.message).startswith(told) for w in caught] == [True] * (RANK == 0)
 
 
 @case

@@ -5,18 +5,7 @@ import pickle
 
 import pytest
 import torch
-from models import (
-    EXACT,
-    dense_reference,
-    flat,
-    loss_of,
-    make_model,
-    on_every_rank,
-    sgd,
-    train,
-    worst_difference,
-    wrap,
-)
+from models import EXACT, dense_reference, flat, loss_of, make_model, on_every_rank, sgd, train, worst_difference, wrap
 from worker_tools import case
 
 import dgc.torch as dgc

@@ -1,8 +1,7 @@
 """Arguments that are wrong, on 2 real ranks: one error on every rank, and the next call is like a first one."""
 
-import os
-
 import horovod.torch as hvd
+import pytest
 import torch
 from models import flat, make_model, on_every_rank, sgd, train, wrap
 from worker_tools import case, close_later
@@ -137,8 +136,6 @@ def of_the_compressor_on_all_ranks():
         ("named_parameters", lambda: dgc.Compression.dgc(0.999)),
         ("named_parameters", lambda: dgc.Compression.dgc(model.parameters(), sgd(model))),
         ("named_parameters", lambda: dgc.Compression.dgc(optimizer=sgd(model))),
-        ("optimizer=", lambda: dgc.Compression.dgc(model.named_parameters())),
-        ("optimizer is 'sgd'", lambda: dgc.Compression.dgc((), optimizer="sgd")),
         ("loss_scale", lambda: dgc.Compression.dgc(loss_scale="much")),
     ):
         on_every_rank(dgc.ConfigError, match, make)
@@ -255,8 +252,8 @@ def a_compressor_for_two_models():
 @case
 def elastic_horovod():
     model = make_model()
-    os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_ELASTIC", "1")
         for make in (
             lambda: wrap("a", model, sgd(model)),
             lambda: wrap("b", model, sgd(model)),
@@ -264,8 +261,6 @@ def elastic_horovod():
             lambda: dgc.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1),
         ):
             on_every_rank(dgc.ConfigError, "elastic", make)
-    finally:
-        del os.environ["HOROVOD_ELASTIC"]
 
 
 # -- what a refused call leaves --------------------------------------------------------------------------------------
@@ -285,20 +280,6 @@ def a_refused_construction_takes_nothing():
     different = sgd(model, momentum=0.9 - 0.1 * hvd.rank())
     on_every_rank(dgc.LayoutError, "momentum", lambda: wrap("a", model, different))
     assert different.param_groups[0]["momentum"] == 0.9 - 0.1 * hvd.rank()
-
-
-@case
-def a_compressor_whose_binding_failed_may_be_bound_again():
-    compression = close_later(dgc.Compression.dgc(sparsity=0.9))
-    wrong = make_model(width=64 + 8 * hvd.rank())
-    for _ in range(2):
-        bind = lambda: wrapped(model=wrong, compression=compression)  # noqa: E731
-        on_every_rank(dgc.LayoutError, "parameters differ between ranks", bind)
-        assert not compression.is_bound
-        assert compression.engine is None
-    model = make_model()
-    train(wrapped(model=model, compression=compression), model, 2)
-    assert compression.stats.steps == 2
 
 
 @case(way="ab")
