@@ -102,7 +102,7 @@ evidence: setup ## train the paper's kinds of application, dense beside DGC; goe
 evidence-quick: setup ## the same, everything once and small (about five minutes)
 	$(BIN)/python -m evidence --quick
 
-test: setup ## every behaviour once, in two lanes, with a table of durations (about twenty minutes on two cores)
+test: setup ## every behaviour once, in two lanes, with a table of durations (about ten minutes on two cores)
 	$(BIN)/python tools/run_tests.py
 
 test-all: setup ## make test, and the matrix: 4 ranks, Gloo, legacy Keras, more seeds, slow launches
