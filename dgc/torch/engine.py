@@ -256,7 +256,6 @@ class Engine(EngineBase):
                 sums=list(map(sum_of_bits, self.parameters)),
             )
             self._require_equal_options()
-        self._memory.end()
         self._after_step()
 
     def _require_equal_options(self) -> None:

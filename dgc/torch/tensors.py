@@ -105,44 +105,27 @@ class Result:
 
 
 class Places:
-    """Chooses the memory of results: that of their gradients, unless two gradients share memory.
+    """Chooses the memory of results: that of their gradients, unless another gradient of the step has it.
 
-    For ``a.view(s) + b.view(s)`` autograd gives two parameters views of one tensor, and the first result would
-    overwrite the second gradient. In the first step every result gets its own memory, and this class notes which
-    gradients share.
+    For ``a.view(s) + b.view(s)`` autograd gives two parameters views of one tensor.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         self._names, self._parameters = names, parameters
         self._types = [p.dtype for p in parameters]
-        self._first = True
         self._owners: dict[int, int] = {}  # address -> index, in this step
         # FSDP2's gradients keep their values until results are delivered. Only the values show whether somebody has
         # changed them meanwhile, because torch._foreach_mul_ does not raise a DTensor's version counter.
-        self._sharing = {i for i, p in enumerate(parameters) if is_sharded(p)}
-        self._apart: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # index, gradient and result of the first step
+        self._sharded = {i for i, p in enumerate(parameters) if is_sharded(p)}
 
     def begin(self) -> None:
         """Begin a step."""
         self._owners.clear()
-        self._apart.clear()
-
-    def end(self) -> None:
-        """After the first step, move results that need no separate memory into their gradients' memory.
-
-        Otherwise ``.grad`` would leave a buffer that the script has made for all gradients, to clear them at once.
-        """
-        self._first = False
-        for index, gradient, result in self._apart:
-            if index not in self._sharing:
-                gradient.copy_(result)
-                set_memory(result, gradient)
-        self._apart.clear()
 
     def place(self, index: int, gradient: torch.Tensor) -> torch.Tensor | LayoutError:
         """Return a tensor of the gradient's shape for its result, or an error if the gradient cannot be used."""
         name, parameter, built = self._names[index], self._parameters[index], self._types[index]
-        if index in self._sharing:
+        if index in self._sharded:
             parameter = local(parameter)
         if gradient.shape != parameter.shape or gradient.device != parameter.device:
             return LayoutError(
@@ -158,19 +141,9 @@ class Places:
             )
         address = gradient.data_ptr()
         owner = self._owners.setdefault(address, index) if address else index
-        if owner != index and not {owner, index} <= self._sharing:
-            if not self._first:
-                return LayoutError(
-                    f"the gradients of {self._names[index]!r} and {self._names[owner]!r} share memory now, but did not "
-                    "in the first step; if the model adds views of them, copy one view: a.view(s) + b.view(s).clone()"
-                )
-            self._sharing |= {owner, index}
-        if self._first or index in self._sharing:
-            result = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-            if self._first:
-                self._apart.append((index, gradient.detach(), result))
-            return result
-        return gradient
+        if owner == index and index not in self._sharded:
+            return gradient
+        return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
 
 
 def samples(tensor: torch.Tensor) -> np.ndarray:

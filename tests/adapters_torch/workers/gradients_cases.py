@@ -108,10 +108,11 @@ def gradients_that_are_not_contiguous_equal_dense_training(way):
 
 
 class Embeddings(nn.Module):
-    """Positions and kinds are added as views: autograd gives both the same memory as their gradient."""
+    """From step ``since`` on, positions and kinds are added as views: autograd gives both gradients the same memory."""
 
-    def __init__(self):
+    def __init__(self, since=0):
         super().__init__()
+        self.since = since
         generator = torch.Generator().manual_seed(0)
         self.position = nn.Parameter(torch.randn(300, 500, generator=generator))
         self.kind = nn.Parameter(torch.randn(300, 500, generator=generator))
@@ -119,13 +120,14 @@ class Embeddings(nn.Module):
     def loss(self, step, rank):
         generator = torch.Generator().manual_seed(1000 * step + rank)
         x = torch.randn(300, 500, generator=generator)
-        return (x * (self.position.unsqueeze(0) + self.kind.unsqueeze(0)).tanh()).mean() * 1000
+        kind = self.kind if step >= self.since else self.kind * 1
+        return (x * (self.position.unsqueeze(0) + kind.unsqueeze(0)).tanh()).mean() * 1000
 
 
-@case(way="ab")
-def gradients_that_share_memory_are_exchanged_apart(way):
-    expected, model = Embeddings(), Embeddings()
-    expected.loss(0, 0).backward()
+@case(way="ab", since=(0, 3))
+def gradients_that_share_memory_are_exchanged_apart(way, since):
+    expected, model = Embeddings(since), Embeddings(since)
+    expected.loss(since, 0).backward()
     assert expected.position.grad.data_ptr() == expected.kind.grad.data_ptr(), "find another model for this test"
     optimizer, _ = wrap(way, model, sgd(model, lr=0.5), **EXACT, bucket_bytes=1)  # a bucket for each
     require_dense_equality(model, optimizer, expected, sgd(expected, lr=0.5), Embeddings.loss, 8, bound=1e-5)
